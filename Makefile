@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# Needs Python 3.11+ with venv, and make. Every target makes or refreshes .venv by itself.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGES := engine pallas_kernels sharding checkpoints scripts
+STAMP := .venv/.installed
+
+.PHONY: venv demo test test-slow lint clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "headrace needs Python 3.11 or newer; try make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@test -x $(BIN)/python || { echo "making .venv" >&2; $(PYTHON) -m venv .venv; }
+	@echo "installing the packages of constraints.txt into .venv" >&2
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python -m scripts.generate --model=smollm2-135m --max_tokens=48 --temperature=0 \
+	  --prompt="The capital of France is" \
+	  --prompt="Water boils when" \
+	  --prompt="Once upon a time, a small robot"
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -q -m "not slow and not device" --durations=10
+
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest -q -m slow --durations=10
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m compileall -q $(PACKAGES) tests
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

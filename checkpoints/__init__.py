@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading model checkpoints: GGUF files and Hugging Face folders, and the store of named models.
+
+This floor knows no model and no request. Parameters are loaded by name tables that the engine
+hands to `checkpoints.load` (imported apart, since it alone needs jax).
+"""
+
+import pathlib
+
+from checkpoints.checkpoint import Checkpoint, TensorInfo
+from checkpoints.gguf import GGUFCheckpoint
+from checkpoints.huggingface import HuggingFaceCheckpoint
+from checkpoints.tokenizer import Tokenizer
+
+__all__ = ["Checkpoint", "TensorInfo", "Tokenizer", "open_checkpoint"]
+
+
+def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
+    """Returns the checkpoint at `path`: a GGUF file, or a folder in Hugging Face layout.
+
+    Only headers are read here; they are checked against the files, so that a truncated download
+    fails now. Raises FileNotFoundError where nothing is there, and ValueError (one line, naming
+    the file and the fault) where what is there cannot be loaded.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return HuggingFaceCheckpoint(path)
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    raise FileNotFoundError(f"{path}: no such file or folder; give a GGUF file or a model folder")

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills parameters from a checkpoint by a name table: each exactly once, or the load fails.
+
+All that can be known from the headers is checked before any device memory is taken; then tensors
+stream through the host one at a time.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from checkpoints.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMES_SHOWN = 4
+
+
+class Source(NamedTuple):
+    """Where a parameter comes from.
+
+    `names` is one tensor, or with `stack` the tensors of all layers, which are stacked on a new
+    leading axis. `transform` is applied to each tensor before stacking; it must be a function of
+    the array alone, whose result's shape depends on the shape only. Share one function object
+    among like sources: its shape is then worked out once.
+    """
+
+    names: tuple[str, ...]
+    transform: Callable[[np.ndarray], np.ndarray] | None = None
+    stack: bool = False
+
+
+class Target(NamedTuple):
+    """What a parameter shall be; without a sharding it goes to the default device."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding | None = None
+
+
+def load_parameters(
+    checkpoint: Checkpoint,
+    sources: Mapping[str, Source],
+    targets: Mapping[str, Target],
+    ignored: Collection[str] = (),
+) -> dict[str, jax.Array]:
+    """Returns the parameters by path, each in its target's shape, dtype and sharding.
+
+    Tensors of the checkpoint that no source names are reported in one warning, except `ignored`.
+    Raises ValueError naming the tensors where sources and targets differ, a tensor is missing, is
+    used twice, or has another shape than its target. The host holds one parameter at a time.
+    """
+    _check(checkpoint, sources, targets)
+    used = {name for source in sources.values() for name in source.names}
+    extra = sorted(set(checkpoint.tensors).difference(used, ignored))
+    if extra:
+        logger.warning("%s: tensors that no parameter needs: %s", checkpoint.path, _list(extra))
+    parameters = {}
+    for path, source in sources.items():
+        # Waiting here keeps a device's transfer queue from holding many parameters on the host.
+        array = _read(checkpoint, path, source, targets[path])
+        parameters[path] = _put(array, targets[path].sharding).block_until_ready()
+    return parameters
+
+
+def _check(
+    checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Mapping[str, Target]
+) -> None:
+    """Raises ValueError unless each target has a source whose tensors exist, once, and fit."""
+    if without := sorted(targets.keys() - sources.keys()):
+        raise ValueError(f"{checkpoint.path}: parameters without a source: {_list(without)}")
+    if without := sorted(sources.keys() - targets.keys()):
+        raise ValueError(f"{checkpoint.path}: sources without a parameter: {_list(without)}")
+    used_by: dict[str, str] = {}
+    missing = []
+    for path, source in sources.items():
+        if len(source.names) != 1 and not source.stack:
+            raise ValueError(f"parameter {path}: {len(source.names)} tensors, but no stack")
+        for name in source.names:
+            if name in used_by:
+                raise ValueError(
+                    f"{checkpoint.path}: tensor {name!r} is used twice, by parameters "
+                    f"{used_by[name]} and {path}"
+                )
+            used_by[name] = path
+            if name not in checkpoint.tensors:
+                missing.append(name)
+    if missing:
+        raise ValueError(f"{checkpoint.path}: tensors are missing: {_list(missing)}")
+    shapes: dict[Any, tuple[int, ...]] = {}
+    for path, source in sources.items():
+        _check_shape(checkpoint, path, source, targets[path], shapes)
+
+
+def _check_shape(
+    checkpoint: Checkpoint,
+    path: str,
+    source: Source,
+    target: Target,
+    shapes: dict[Any, tuple[int, ...]],
+) -> None:
+    """Raises ValueError unless each tensor, transformed, fits its place in the target."""
+    if source.stack and target.shape[:1] != (len(source.names),):
+        raise ValueError(
+            f"parameter {path} of shape {target.shape} is stacked from {len(source.names)} tensors"
+        )
+    needed = tuple(target.shape[1:] if source.stack else target.shape)
+    for name in source.names:
+        stored = checkpoint.tensors[name].shape
+        key = (source.transform, stored)
+        if key not in shapes:
+            shapes[key] = _transformed_shape(checkpoint, name, source.transform)
+        if shapes[key] != needed:
+            after = "" if source.transform is None else f", after its transform {shapes[key]}"
+            raise ValueError(
+                f"{checkpoint.path}: tensor {name!r} has shape {stored}{after}; "
+                f"parameter {path} needs {needed}"
+            )
+    if target.sharding is not None:
+        try:
+            target.sharding.shard_shape(tuple(target.shape))
+        except ValueError as error:
+            raise ValueError(f"parameter {path} cannot be sharded so: {error}") from None
+
+
+def _transformed_shape(
+    checkpoint: Checkpoint, name: str, transform: Callable[[np.ndarray], np.ndarray] | None
+) -> tuple[int, ...]:
+    shape = checkpoint.tensors[name].shape
+    if transform is None:
+        return shape
+    try:
+        # One zero seen as the whole tensor: most transforms move no data on it.
+        return transform(np.broadcast_to(np.float32(0), shape)).shape
+    except (ValueError, IndexError) as error:
+        raise ValueError(
+            f"{checkpoint.path}: tensor {name!r} of shape {shape} does not suit its transform: "
+            f"{error}"
+        ) from None
+
+
+def _read(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> np.ndarray:
+    """Returns the parameter on the host, in memory of its own (never a view of the file)."""
+    stacked = np.empty(target.shape, target.dtype) if source.stack else None
+    for index, name in enumerate(source.names):
+        array = checkpoint.read(name)
+        if source.transform is not None:
+            array = source.transform(array)
+        if stacked is None:
+            return array.astype(target.dtype, order="C", copy=not array.flags.writeable)
+        if array.shape != stacked.shape[1:]:
+            raise ValueError(f"tensor {name!r} came as {array.shape} for parameter {path}")
+        stacked[index] = array
+    assert stacked is not None, "a source that is not stacked has one name"
+    return stacked
+
+
+def _put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    # Several processes: each gives its own devices' parts.
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _list(names: list[str]) -> str:
+    """Returns the first names, and how many there are more."""
+    more = len(names) - _MOST_NAMES_SHOWN
+    shown = ", ".join(names[:_MOST_NAMES_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python API: a model, loaded and ready to generate."""
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.loop import Delta
+from engine.models.oracle import forward_jit
+from engine.request import Request, RequestOutput, SamplingParams
+from engine.state import MAX_END_IDS
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A language model ready to generate. Calls may not overlap in time.
+
+    model: a known name, a GGUF file or a Hugging Face folder. The options are those of
+    `EngineConfig`, where their meanings stand. Building one loads the weights and compiles every
+    program (a later start loads them); nothing is compiled after that.
+
+    Raises ValueError or FileNotFoundError, naming the input and the remedy.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """`options` are the fields of EngineConfig; an unknown one is a TypeError."""
+        self.config = EngineConfig(model=model, **options)
+        built = build_engine(self.config)
+        self.engine = built.engine
+        self.tokenizer = built.model.tokenizer
+        self.model_config = built.model.config
+        self.max_model_len = built.max_model_len
+        self._eos_ids = built.model.eos_ids
+        self._random = random.Random(self.config.seed)
+        self._next_id = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Returns one RequestOutput a prompt, in order.
+
+        prompts: a text, token ids, or a list of either. params: one for all, or one each;
+        `SamplingParams()` if not given. All are checked before any work starts: ValueError names
+        the index and the field. Interrupted, it aborts what is running and raises.
+        """
+        requests = self._requests(prompts, params)
+        waiting = self._submit(requests)
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            while len(outputs) < len(waiting):
+                for delta in self.engine.step():
+                    if delta.output is not None and delta.request_id in waiting:
+                        outputs[delta.request_id] = delta.output
+                        if progress:
+                            sys.stderr.write(f"\r{len(outputs)}/{len(waiting)} requests")
+        finally:
+            for request_id in waiting - set(outputs):
+                self.engine.abort(request_id)
+            if progress:
+                sys.stderr.write("\n")
+        return [outputs[request.id] for request, _ in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yields what each step adds to the output; the last delta carries the whole result."""
+        [(request, text)] = self._requests([prompt], params)
+        request_id = self.engine.add_request(request, text)
+        done = False
+        try:
+            while not done:
+                for delta in self.engine.step():
+                    if delta.request_id == request_id:
+                        done = delta.output is not None
+                        yield delta
+        finally:
+            if not done:
+                self.engine.abort(request_id)
+
+    def forward(self, prompt: Prompt, hidden_states: bool = False) -> Any:
+        """Returns the logits of a whole sequence, float32 [T, vocabulary], without the engine.
+
+        With `hidden_states`, returns (logits, hidden [layers + 1, T, width]): the embeddings and
+        every layer's output, before the final norm. A plain pass for research and tests; it
+        compiles for every new length.
+        """
+        [(request, _)] = self._requests([prompt], SamplingParams(max_tokens=0))
+        token_T = np.asarray(request.prompt_token_ids, np.int32)
+        logits_TV, hidden_LTD = forward_jit(self.engine.params, self.model_config, token_T)
+        if hidden_states:
+            return np.asarray(logits_TV), np.asarray(hidden_LTD)
+        return np.asarray(logits_TV)
+
+    def _submit(self, requests: list[tuple[Request, str | None]]) -> set[int]:
+        """Queues all requests or none; returns their ids."""
+        added: set[int] = set()
+        try:
+            for index, (request, text) in enumerate(requests):
+                added.add(self.engine.add_request(request, text))
+        except ValueError as error:
+            for request_id in added:
+                self.engine.abort(request_id)
+            raise ValueError(f"prompt {index}: {error}") from None
+        return added
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[Request, str | None]]:
+        """Returns a checked Request and its text for each prompt; raises naming the index."""
+        listed = as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        else:
+            each = list(params)
+            if len(each) != len(listed):
+                raise ValueError(
+                    f"{len(listed)} prompts came with {len(each)} params; give one, or one each"
+                )
+        requests = []
+        for index, (prompt, one) in enumerate(zip(listed, each, strict=True)):
+            try:
+                requests.append(self.make_request(prompt, one))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"prompt {index}: {error}") from None
+        return requests
+
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[Request, str | None]:
+        """Returns the Request of a prompt, for `engine.add_request`, and its text if it had one."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.token_ids(prompt)
+        limit = self.max_model_len
+        if len(token_ids) > limit:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {limit}; "
+                "shorten it or raise max_model_len"
+            )
+        if params.max_tokens is not None:
+            limit = min(limit, len(token_ids) + params.max_tokens)
+        end_ids = () if params.ignore_eos else self._eos_ids
+        if len(end_ids) > MAX_END_IDS:
+            raise ValueError(f"the model has {len(end_ids)} end tokens, at most {MAX_END_IDS} fit")
+        seed = self._random.getrandbits(32) if params.seed is None else params.seed
+        self._next_id += 1
+        return Request(
+            id=self._next_id - 1,
+            prompt_token_ids=token_ids,
+            params=params,
+            limit=limit,
+            seed=seed,
+            end_ids=end_ids,
+        ), text
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Returns the ids of a prompt, checked against the vocabulary.
+
+        An empty prompt starts from BOS where the model has one. Raises ValueError otherwise.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the model has no tokenizer; give token ids instead of text")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = checked_ids(prompt, self.model_config.vocab_size)
+        if ids:
+            return ids
+        bos = self.tokenizer.bos_id if self.tokenizer is not None else self.model_config.bos_id
+        if bos is None:
+            raise ValueError("the prompt is empty and the model has no BOS token; give some text")
+        return [bos]
+
+
+def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Returns the ids as plain integers; raises naming the first that is none or out of range."""
+    checked = []
+    for place, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"token {place} of the prompt is {token!r}; ids are whole numbers")
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"token {place} of the prompt is {token}; ids are from 0 to {vocab_size - 1}"
+            )
+        checked.append(int(token))
+    return checked
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """Returns the prompts as a list: one text or one list of ids is a single prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise TypeError(f"prompts must be text, token ids or a list, not {type(prompts).__name__}")
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], int | np.integer):
+        return [prompts]
+    return prompts

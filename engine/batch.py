@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's host inputs: one packed int32 array, and the names of what stands where in it.
+
+Turning many small NumPy arrays into device arguments costs more than the step's own dispatch, so
+everything travels as one. Floats and unsigned words travel as their bits.
+
+Letters: B rows of a group, T tokens a row, G page groups, J pages a row, S sampled rows, E end ids.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.buckets import Group
+from engine.request import Request
+from engine.scheduler import Plan
+
+MAX_END_IDS = 8  # end ids a row can hold; a request with more is refused
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+    """The sizes that every batch of one engine shares."""
+
+    num_groups: int
+    pages_per_row: int
+    num_rows: int  # without the null row, whose index this is
+
+    def fields(self, group: Group) -> dict[str, tuple[int, ...]]:
+        """Returns the packed fields of a row group and their shapes."""
+        B, T = group.rows, group.width
+        G, J = self.num_groups, self.pages_per_row
+        fields = {"row_B": (B,), "table_GBJ": (G, B, J)}
+        if group.kind == "decode":
+            return fields
+        fields |= {"start_B": (B,), "count_B": (B,), "cell_GB": (G, B), "token_BT": (B, T)}
+        if group.kind == "tree":
+            return fields | {"depth_BT": (B, T), "ancestors_BT": (B, T)}
+        return fields | {
+            "settle_B": (B,),
+            "left_B": (B,),
+            "end_ids_BE": (B, MAX_END_IDS),
+            "temperature_B": (B,),
+            "top_k_B": (B,),
+            "top_p_B": (B,),
+            "seed_B2": (B, 2),
+            "sample_B": (B,),
+        }
+
+    def layout(self, body: tuple[Group, ...]) -> list[dict[str, tuple[int, ...]]]:
+        """Returns the fields of each row group of `body`, then those of the sampled rows."""
+        sampled = {"sample_index_S": (self.num_rows,), "sample_row_S": (self.num_rows,)}
+        return [*(self.fields(group) for group in body), sampled]
+
+    def size(self, body: tuple[Group, ...]) -> int:
+        """Returns the length of the packed array."""
+        return sum(int(np.prod(s)) for part in self.layout(body) for s in part.values())
+
+    def unpack(self, body: tuple[Group, ...], packed: Any) -> list[dict[str, Any]]:
+        """Returns views of `packed` by name, one dict a part of `layout`."""
+        parts, offset = [], 0
+        for fields in self.layout(body):
+            part = {}
+            for name, shape in fields.items():
+                size = int(np.prod(shape))
+                part[name] = packed[offset : offset + size].reshape(shape)
+                offset += size
+            parts.append(part)
+        return parts
+
+
+def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the packed int32 array of `plan`.
+
+    `tables` int32 [G, R + 1, J] and `lengths` int32 [G, R + 1] are the scheduler's, after the
+    plan; `lengths` counts the cells up to the end of this step.
+    """
+    packed = np.zeros(shape.size(plan.body), np.int32)
+    *parts, sampled = shape.unpack(plan.body, packed)
+    first_token = 0
+    where: dict[int, int] = {}  # row -> index of the token whose hidden state is sampled
+    for group, part in zip(plan.body, parts, strict=True):
+        part["row_B"][:] = shape.num_rows
+        if group.kind == "chunk":
+            pack_pieces(plan, group, part, shape, tables, lengths, first_token, where)
+        else:
+            rows = [decode.row for decode in plan.decodes]
+            part["row_B"][: len(rows)] = rows
+            part["table_GBJ"][:, : len(rows)] = tables[:, rows]
+            where |= {row: first_token + index for index, row in enumerate(rows)}
+        first_token += group.rows * group.width
+    sampled["sample_row_S"][:] = shape.num_rows
+    for index, (_, row) in enumerate(plan.sampled):
+        sampled["sample_index_S"][index] = where[row]
+        sampled["sample_row_S"][index] = row
+    return packed
+
+
+def pack_pieces(plan, group, part, shape, tables, lengths, first_token, where) -> None:
+    """Writes the plan's pieces into a chunk group's fields, and their sampled tokens to `where`."""
+    part["settle_B"][:] = shape.num_rows
+    last_of_row = {piece.row: index for index, piece in enumerate(plan.pieces)}
+    for index, piece in enumerate(plan.pieces):
+        request, row = piece.request, piece.row
+        count = piece.stop - piece.start
+        end = plan.pieces[last_of_row[row]].stop
+        part["row_B"][index] = row
+        part["start_B"][index] = piece.start
+        part["count_B"][index] = count
+        part["cell_GB"][:, index] = lengths[:, row] - (end - piece.start)
+        part["table_GBJ"][:, index] = tables[:, row]
+        part["token_BT"][index, :count] = request.tokens(piece.start, piece.stop)
+        if last_of_row[row] == index:
+            part["settle_B"][index] = row
+            pack_settings(part, index, request, piece.stop)
+        if piece.samples:
+            where[row] = first_token + index * group.width + count - 1
+
+
+def pack_settings(part: Mapping[str, np.ndarray], index: int, request: Request, stop: int) -> None:
+    """Writes the row settings of a request whose KV is stored up to `stop`."""
+    params = request.params
+    part["left_B"][index] = request.limit - stop
+    part["end_ids_BE"][index] = -1
+    part["end_ids_BE"][index, : len(request.end_ids)] = request.end_ids
+    part["temperature_B"][index] = np.float32(params.temperature).view(np.int32)
+    part["top_k_B"][index] = max(params.top_k, 0)
+    part["top_p_B"][index] = np.float32(params.top_p).view(np.int32)
+    words = np.array([request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF], np.uint32)
+    part["seed_B2"][index] = words.view(np.int32)
+    part["sample_B"][index] = 0

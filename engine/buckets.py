@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes that programs are compiled for: few, coarse, and always enough."""
+
+from typing import Literal, NamedTuple
+
+MAX_BODIES = 16
+MAX_HEADS = 8
+_MAX_DECODE_ROWS = 6
+_MAX_WIDTH = 64
+_NARROW = 16  # a short prompt's chunk
+_LEAST_PIECES = 4  # so that short prompts share a step also under a small budget
+_SCORE_ROWS = 64
+
+
+class Group(NamedTuple):
+    """Rows of one static shape [rows, width] in a step."""
+
+    kind: Literal["decode", "chunk", "tree"]
+    rows: int
+    width: int
+
+
+Body = tuple[Group, ...]  # a chunk group first, then a decode group; either may be missing
+
+
+class Head(NamedTuple):
+    """A head program: what it computes from how many hidden rows."""
+
+    kind: Literal["greedy", "sample", "logprobs", "score"]
+    rows: int
+
+
+def _power_above(n: int) -> int:
+    """Returns the least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _unique(values) -> tuple:
+    return tuple(dict.fromkeys(values))
+
+
+def _decode_rows(most: int) -> tuple[int, ...]:
+    """Returns powers of two up to `most`, and `most`; evenly thinned out if they are too many."""
+    rows = [1 << e for e in range(most.bit_length()) if 1 << e < most] + [most]
+    last = len(rows) - 1
+    if last < _MAX_DECODE_ROWS:
+        return tuple(rows)
+    steps = _MAX_DECODE_ROWS - 1
+    return tuple(rows[(2 * i * last + steps) // (2 * steps)] for i in range(_MAX_DECODE_ROWS))
+
+
+class Ladder:
+    """All bodies and heads of an engine.
+
+    rows: most decodes, and most sampled rows, of a step.   width: widest piece of a prompt.
+    pieces: most pieces of a step.
+    Invariant: any step within these three has a body, and at most 16 bodies and 8 heads exist.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int):
+        budget = max_num_batched_tokens
+        self.rows = min(max_num_seqs, budget)  # each running row needs a token of the budget
+        self.width = min(_MAX_WIDTH, _power_above(budget))
+        self.pieces = max(-(-budget // self.width), min(_LEAST_PIECES, max_num_seqs, budget))
+        few = _power_above(-(-self.rows // 4))
+        wide = [
+            Group("chunk", rows, self.width)
+            for rows in _unique([1, max(1, self.pieces // 2), self.pieces])
+        ]
+        alone = [Group("chunk", 1, min(_NARROW, self.width)), *wide]
+        decodes = [Group("decode", rows, 1) for rows in _decode_rows(self.rows)]
+        mixed = [
+            (chunk, Group("decode", rows, 1))
+            for rows in _unique([few, self.rows])
+            for chunk in wide
+        ]
+        self.bodies: tuple[Body, ...] = _unique([*((g,) for g in [*decodes, *alone]), *mixed])
+        assert len(self.bodies) <= MAX_BODIES, f"{len(self.bodies)} bodies, over {MAX_BODIES}"
+        self.head_rows: tuple[int, ...] = _unique([1, few, self.rows])
+
+    def choose(self, decodes: int, pieces: int, widest: int) -> Body:
+        """Returns the body of fewest tokens for so many decodes, and pieces of at most `widest`.
+
+        Raises ValueError, naming the limits, when the step is outside of them.
+        """
+        covering = [body for body in self.bodies if _covers(body, decodes, pieces, widest)]
+        if not covering:
+            raise ValueError(
+                f"no body for {decodes} decodes and {pieces} pieces of up to {widest} tokens; "
+                f"plan at most {self.rows} decodes and {self.pieces} pieces of {self.width}"
+            )
+        return min(covering, key=lambda body: sum(g.rows * g.width for g in body))
+
+    def heads(self) -> tuple[Head, ...]:
+        """Returns all head programs; a step's rows are rounded up to the next of a kind."""
+        large = self.head_rows[-2:]
+        heads = (
+            *(Head("greedy", rows) for rows in self.head_rows),
+            *(Head("sample", rows) for rows in large),
+            *(Head("logprobs", rows) for rows in large),
+            Head("score", min(_SCORE_ROWS, self.pieces * self.width)),
+        )
+        assert len(heads) <= MAX_HEADS, f"{len(heads)} heads, over {MAX_HEADS}"
+        return heads
+
+
+def _covers(body: Body, decodes: int, pieces: int, widest: int) -> bool:
+    has = {group.kind: group for group in body}
+    decode, chunk = has.get("decode"), has.get("chunk")
+    return (decodes == 0 or (decode is not None and decode.rows >= decodes)) and (
+        pieces == 0 or (chunk is not None and chunk.rows >= pieces and chunk.width >= widest)
+    )

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an EngineConfig to a running Engine: the choices made at start, in order."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints import store
+from engine.batch import BatchShape
+from engine.buckets import Ladder
+from engine.config import EngineConfig
+from engine.kv import KVLayout, kv_layout
+from engine.loading import Model, abstract_parameters, load_model, open_model
+from engine.log import logger
+from engine.loop import Engine
+from engine.pages import PagePool
+from engine.programs import (
+    ProgramFactory,
+    ProgramStore,
+    build_programs,
+    pool_pages,
+)
+from engine.scheduler import Scheduler
+from engine.step import StepConfig
+from sharding import TENSOR_PARALLEL, make_mesh
+
+# Most bytes of the KV pool on CPU unless num_pages says otherwise.
+CPU_POOL_BYTES = 2 * 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A running engine, and what was decided on the way to it."""
+
+    engine: Engine
+    model: Model
+    max_model_len: int
+    factory: ProgramFactory
+
+
+def build_engine(config: EngineConfig) -> Built:
+    """Returns the engine of `config`, all weights loaded and all programs ready."""
+    model = open_model(store.resolve(config.model))
+    platform = jax.default_backend()
+    dtype = compute_dtype(config, model, platform)
+    max_model_len = context_length(config, model)
+    page_size = config.page_size or (16 if platform == "cpu" else 64)
+    layout = kv_layout(model.config, page_size, dtype)
+    ladder = Ladder(config.max_num_seqs, config.max_num_batched_tokens)
+    widest = max(group.rows * group.width for body in ladder.bodies for group in body)
+    shape = BatchShape(len(layout.groups), -(-max_model_len // page_size), config.max_num_seqs)
+    stacked = platform != "cpu"
+    mesh = make_mesh(jax.local_devices()[:1])
+    forbidden = forbidden_ids(model)
+    cfg = StepConfig(model.config, layout, shape, mesh, TENSOR_PARALLEL, widest, forbidden)
+    params = abstract_parameters(model.config, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
+    programs_store = ProgramStore(store.cache_folder() / "programs")
+
+    def factory_of(num_pages: int) -> ProgramFactory:
+        return ProgramFactory(cfg, params, num_pages, stacked=stacked)
+
+    num_pages = config.num_pages or default_pages(
+        config, layout, max_model_len, factory_of, ladder, programs_store
+    )
+    factory = factory_of(num_pages)
+    # Weights are read while programs compile: one waits for the disk, the other for the cores.
+    with ThreadPoolExecutor(1) as background:
+        loading = background.submit(
+            load_model, model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked
+        )
+        programs = build_programs(factory, ladder, programs_store, logger().info)
+        weights = loading.result()
+    pool = PagePool(num_pages, 1, len(layout.groups))
+    scheduler = Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        groups=layout.groups,
+        pool=pool,
+        ladder=ladder,
+    )
+    engine = Engine(
+        programs=programs,
+        store=programs_store,
+        params=weights,
+        scheduler=scheduler,
+        ladder=ladder,
+        shape=shape,
+        tokenizer=model.tokenizer,
+        overlap=config.overlap,
+    )
+    report(model, layout, num_pages, max_model_len, programs_store)
+    return Built(engine, model, max_model_len, factory)
+
+
+def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype:
+    """Returns the dtype of weights and activations; "auto" is float32 on CPU, else the file's."""
+    if config.dtype != "auto":
+        return np.dtype(jax.numpy.dtype(config.dtype))
+    if platform == "cpu":
+        logger().info("dtype auto: float32, the fastest that XLA computes in on CPU")
+        return np.dtype(np.float32)
+    stored = {info.dtype for info in model.checkpoint.tensors.values()}
+    name = "float32" if stored == {"F32"} else "float16" if "F16" in stored else "bfloat16"
+    if "BF16" in stored or model.checkpoint.kind == "gguf":
+        name = "bfloat16"  # never narrowed to float16; quantized files compute in bfloat16
+    logger().info("dtype auto: %s, as the checkpoint has it", name)
+    return np.dtype(jax.numpy.dtype(name))
+
+
+def context_length(config: EngineConfig, model: Model) -> int:
+    """Returns the context limit; raises ValueError when more is asked than the model has."""
+    longest = model.config.max_position
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is over the model's own limit of {longest}; "
+            "use at most that"
+        )
+    return config.max_model_len
+
+
+def forbidden_ids(model: Model) -> np.ndarray | None:
+    """Returns bool [vocabulary], true for ids without a tokenizer entry; None if there are none."""
+    if model.tokenizer is None:
+        return None
+    known = [model.tokenizer.known(token) for token in range(model.config.vocab_size)]
+    forbidden = ~np.array(known)
+    return forbidden if forbidden.any() else None
+
+
+def default_pages(
+    config: EngineConfig,
+    layout: KVLayout,
+    max_model_len: int,
+    factory_of: Callable[[int], ProgramFactory],
+    ladder: Ladder,
+    programs_store: ProgramStore,
+) -> int:
+    """Returns the pool's size when none is set, the same at every start while memory allows.
+
+    On CPU: every row at full length, 2 GiB, or a quarter of the free memory, whichever is least.
+    On an accelerator: what `memory_fraction` leaves beside the weights and the temporaries of the
+    largest body, which is compiled with a tiny pool to learn them.
+    """
+    wanted = config.max_num_seqs * max_model_len
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        sizing = dict(free_bytes=free // 4, limit_bytes=CPU_POOL_BYTES)
+        return pool_pages(layout, tokens_wanted=wanted, **sizing)
+    tiny = factory_of(2)
+    largest = max(ladder.bodies, key=lambda body: sum(g.rows * g.width for g in body))
+    program = tiny.body(largest)
+    memo = programs_store.folder / "temporaries.json" if programs_store.folder else None
+    key = programs_store.key(program)
+    known: dict[str, Any] = json.loads(memo.read_text()) if memo and memo.exists() else {}
+    if key not in known:
+        known[key] = program.lower().compile().memory_analysis().temp_size_in_bytes
+        if memo:
+            memo.write_text(json.dumps(known))
+    limit = device.memory_stats()["bytes_limit"] * config.memory_fraction
+    free = int(limit) - weight_bytes(tiny.params) - known[key]
+    return pool_pages(layout, tokens_wanted=wanted, free_bytes=free, limit_bytes=None)
+
+
+def weight_bytes(params: Any) -> int:
+    """Returns the bytes of a tree of abstract parameters."""
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+def report(
+    model: Model, layout: KVLayout, num_pages: int, max_model_len: int, programs: ProgramStore
+) -> None:
+    """Logs the one line of a start."""
+    tokens = (num_pages - 1) // len(layout.groups) * layout.page_size
+    if tokens < max_model_len:
+        logger().warning(
+            "a request of max_model_len=%d tokens cannot fit the pool of about %d tokens; "
+            "raise num_pages or lower max_model_len",
+            max_model_len,
+            tokens,
+        )
+    logger().info(
+        "%s, %s layers, %s; context %d; pool of %d pages of %d tokens (%.2f GB); "
+        "programs: %d compiled, %d loaded",
+        model.config.family,
+        model.config.num_layers,
+        layout.dtype.name,
+        max_model_len,
+        num_pages,
+        layout.page_size,
+        num_pages * layout.page_bytes / 1e9,
+        programs.compiled,
+        programs.loaded,
+    )

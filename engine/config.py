@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of an engine, frozen and checked when built, and the checks they are made of."""
+
+import dataclasses
+import math
+import numbers
+import os
+from typing import Any
+
+MAX_SEED = 2**64 - 1  # a seed travels to the device as two 32-bit words
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def check_int(name: str, value: Any, *, low: int, high: int | None = None, remedy: str) -> None:
+    """Raises ValueError unless `value` is a whole number (no bool, no float) in [low, high]."""
+    limits = f"at least {low}" if high is None else f"from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name}={value!r} must be a whole number {limits}; {remedy}")
+    if int(value) < low or (high is not None and int(value) > high):
+        raise ValueError(f"{name}={value!r} must be {limits}; {remedy}")
+
+
+def check_float(name: str, value: Any, *, limits: str, remedy: str) -> None:
+    """Raises ValueError unless `value` is a finite number (no bool); `limits` is for the text."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be a finite number {limits}; {remedy}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine runs and how much of the machine it takes.
+
+    model: a path or a known name.          dtype: one of DTYPES; "auto" lets the platform choose.
+    max_model_len: prompt and output tokens of one request; None: the model's own limit.
+    max_num_seqs: rows, so requests that run at once.
+    max_num_batched_tokens: tokens of one step, decodes and prefill chunks together.
+    page_size: tokens of a page, a power of two; None: the platform's.
+    num_pages: pages of the pool, one of them reserved; None: from `memory_fraction`.
+    memory_fraction: share of the device's memory for weights, programs and pages.
+    overlap: plan a step before the last one's tokens are read.
+    seed: where the seeds of requests without one come from; None: fresh ones each run.
+    Raises ValueError, naming the setting, when one of them cannot be.
+    """
+
+    model: str | os.PathLike[str]
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int | None = None
+    num_pages: int | None = None
+    memory_fraction: float = 0.9
+    overlap: bool = True
+    seed: int | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
+            raise ValueError(f"model={self.model!r} must be a path or a known model's name")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        if self.max_model_len is not None:
+            remedy = "use None for the model's own limit"
+            check_int("max_model_len", self.max_model_len, low=1, remedy=remedy)
+        check_int("max_num_seqs", self.max_num_seqs, low=1, remedy="the default is 32")
+        check_int(
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            low=1,
+            remedy="the default is 512",
+        )
+        self._check_pages()
+        check_float(
+            "memory_fraction",
+            self.memory_fraction,
+            limits="above 0, at most 1",
+            remedy="the default is 0.9",
+        )
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction={self.memory_fraction!r} must be above 0, at most 1; "
+                "it is a share, so write 90% as 0.9"
+            )
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap={self.overlap!r} must be True or False")
+        if self.seed is not None:
+            check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="use None for a fresh one")
+
+    def _check_pages(self) -> None:
+        if self.page_size is not None:
+            remedy = "use None for the platform's own"
+            check_int("page_size", self.page_size, low=1, remedy=remedy)
+            if self.page_size & (self.page_size - 1):
+                near = 1 << (int(self.page_size).bit_length() - 1)
+                raise ValueError(
+                    f"page_size={self.page_size} must be a power of two; try {near} or {2 * near}"
+                )
+        if self.num_pages is not None:
+            remedy = "page 0 is reserved; use None to size the pool by memory_fraction"
+            check_int("num_pages", self.num_pages, low=2, remedy=remedy)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page groups of a model, and the pool that their pages share.
+
+Layers of one KV kind (full attention, or one window) share page ids in groups of equal size; a
+page holds the cells of one group's layers, one place each. All groups use one pool and one id
+space, so a page freed by a windowed layer may serve a full one next. Where layers are unrolled
+the pool is a tuple of one array `[P, K, W, 2H]` a place (a stacked one would be copied there);
+where they are scanned it is one array `[place, P, K, W, 2H]` in the scan's carry.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.models.config import ModelConfig
+from engine.pages import PageGroup
+from pallas_kernels.pages import page_bytes, page_shape
+from sharding import Spec
+
+Pool = Any  # tuple of arrays, or one array: see above
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """Which group and place each layer's KV lives in, and how big a page is.
+
+    `group_of_layer[l]` and `place_of_layer[l]` are unique together; `places` is the size that all
+    groups are padded to (the last group of a kind may leave places unused).
+    """
+
+    groups: tuple[PageGroup, ...]
+    group_of_layer: tuple[int, ...]
+    place_of_layer: tuple[int, ...]
+    places: int
+    kv_heads: int
+    head_width: int
+    page_size: int
+    dtype: np.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all places together."""
+        return self.places * page_bytes(
+            self.kv_heads, self.page_size, self.head_width, self.dtype
+        )
+
+    def pool_spec(self, num_pages: int) -> Spec:
+        """Returns the spec of one place of the pool."""
+        shape = (num_pages, *page_shape(self.kv_heads, self.page_size, self.head_width))
+        return Spec(shape, (None, "kv_heads", None, None), self.dtype)
+
+
+def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype) -> KVLayout:
+    """Returns the page groups of `config`: as many places as the rarest KV kind has layers."""
+    kinds = {window: [] for window in config.windows}
+    for layer, window in enumerate(config.windows):
+        kinds[window].append(layer)
+    places = min(len(layers) for layers in kinds.values())
+    groups: list[PageGroup] = []
+    where: dict[int, tuple[int, int]] = {}
+    for window, layers in kinds.items():
+        for first in range(0, len(layers), places):
+            for place, layer in enumerate(layers[first : first + places]):
+                where[layer] = (len(groups), place)
+            groups.append(PageGroup(window=window))
+    return KVLayout(
+        groups=tuple(groups),
+        group_of_layer=tuple(where[layer][0] for layer in range(config.num_layers)),
+        place_of_layer=tuple(where[layer][1] for layer in range(config.num_layers)),
+        places=places,
+        kv_heads=config.kv_heads,
+        head_width=config.head_width,
+        page_size=page_size,
+        dtype=np.dtype(dtype),
+    )
+
+
+def place_view(pool: Pool, place: Any) -> tuple[jax.Array, Any]:
+    """Returns (array [P', K, W, 2H], page offset) in which the pages of `place` are found.
+
+    A tuple is indexed; a stacked pool is seen as one long run of pages, so that nothing is sliced.
+    """
+    if isinstance(pool, tuple):
+        return pool[place], 0
+    places, num_pages = pool.shape[:2]
+    return pool.reshape(places * num_pages, *pool.shape[2:]), place * num_pages
+
+
+def place_set(pool: Pool, place: Any, array: jax.Array) -> Pool:
+    """Returns `pool` with the view of `place` replaced by the updated `array`."""
+    if isinstance(pool, tuple):
+        return (*pool[:place], array, *pool[place + 1 :])
+    return array.reshape(pool.shape)
+
+
+def empty_pool(layout: KVLayout, num_pages: int, *, stacked: bool) -> Pool:
+    """Returns a pool of zeros."""
+    shape = layout.pool_spec(num_pages).shape
+    if stacked:
+        return jnp.zeros((layout.places, *shape), layout.dtype)
+    return tuple(jnp.zeros(shape, layout.dtype) for _ in range(layout.places))

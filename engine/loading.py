@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint on disk becomes a ModelConfig, a tree of sharded parameters and a tokenizer."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from checkpoints import open_checkpoint
+from checkpoints.checkpoint import Checkpoint
+from checkpoints.load import Source, Target, load_parameters
+from checkpoints.tokenizer import Tokenizer
+from engine.log import logger
+from engine.models import FAMILIES
+from engine.models.config import ModelConfig
+from engine.models.family import Family, Names, ids_of
+from engine.models.tree import parameter_specs
+from sharding import Rules, Spec
+
+# Where the output head stands when embeddings are not tied, by checkpoint kind.
+HEAD_TENSOR = {"gguf": "output.weight", "huggingface": "lm_head.weight"}
+EMBEDDING_TENSOR = {"gguf": "token_embd.weight", "huggingface": "model.embed_tokens.weight"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model opened but not loaded: its config, checkpoint, tokenizer and end ids."""
+
+    config: ModelConfig
+    family: Family
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+
+
+def open_model(path: Path) -> Model:
+    """Returns the model at `path`, its headers read and checked; no weights are read.
+
+    Raises ValueError for a family that is not known, naming those that are.
+    """
+    checkpoint = open_checkpoint(path)
+    gguf = checkpoint.kind == "gguf"
+    key = "general.architecture" if gguf else "model_type"
+    name = checkpoint.config.get(key)
+    family = next((family for family in FAMILIES if name in family.model_types), None)
+    reader = family and (family.from_gguf if gguf else family.from_hf)
+    if family is None or reader is None:
+        known = [t for f in FAMILIES if (f.from_gguf if gguf else f.from_hf) for t in f.model_types]
+        raise ValueError(
+            f"{path}: {key} {name!r} is not supported in a {checkpoint.kind} checkpoint; "
+            f"supported are {', '.join(known)}"
+        )
+    config = reader(checkpoint.config)
+    config = dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
+    tokenizer = checkpoint.tokenizer()
+    eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))
+    eos_ids += config.eos_ids + (tokenizer.eos_ids if tokenizer else ())
+    return Model(config, family, checkpoint, tokenizer, tuple(dict.fromkeys(eos_ids)))
+
+
+def embeddings_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
+    """Returns whether the head is the embedding.
+
+    A stored head that differs from the embedding wins over the config's flag, with a warning; a
+    GGUF file says it by having no output matrix.
+    """
+    head = HEAD_TENSOR[checkpoint.kind]
+    if head not in checkpoint.tensors:
+        return config.tied_embeddings
+    if not config.tied_embeddings:
+        return False
+    embedding = EMBEDDING_TENSOR[checkpoint.kind]
+    if checkpoint.kind == "gguf" or embedding not in checkpoint.tensors:
+        return False
+    same = np.array_equal(checkpoint.read(head), checkpoint.read(embedding))
+    if not same:
+        logger().warning(
+            "%s: the config ties the embeddings, but %s differs from them; the stored head is used",
+            checkpoint.path,
+            head,
+        )
+    return same
+
+
+def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> Any:
+    """Returns the tree of parameters on `mesh`, each read once and cast to its spec's dtype.
+
+    Raises ValueError naming every missing or mis-shaped tensor before device memory is taken.
+    """
+    specs = parameter_specs(model.config, dtype, stacked=stacked)
+    names = model.family.names(model.checkpoint.kind, model.config)
+    paths, treedef = jax.tree.flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
+    sources: dict[str, Source] = {}
+    targets: dict[str, Target] = {}
+    for path, spec in paths:
+        name = jax.tree_util.keystr(path)
+        sources[name] = source_of(path, names, model.config, stacked)
+        targets[name] = Target(spec.shape, spec.dtype, rules.sharding(mesh, spec))
+    ignored = set(names.ignored)
+    if model.config.tied_embeddings:
+        ignored.add(HEAD_TENSOR[model.checkpoint.kind])
+    loaded = load_parameters(model.checkpoint, sources, targets, ignored)
+    return jax.tree.unflatten(treedef, [loaded[name] for name in targets])
+
+
+def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool) -> Source:
+    """Returns where the parameter at a tree path stands in the checkpoint."""
+    keys = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
+    if keys[0] != "segments":
+        tensor, transform = names.outer[keys[0]]
+        return Source((tensor,), transform, stack=False)
+    run = config.segments()[keys[1]]
+    tensor, transform = names.layers[keys[-1]]
+    layers = run if stacked else [run[keys[2]]]
+    return Source(tuple(tensor.format(layer=i) for i in layers), transform, stack=stacked)
+
+
+def abstract_parameters(
+    config: ModelConfig, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool
+) -> Any:
+    """Returns the tree of parameters as abstract arrays with their shardings on `mesh`."""
+    specs = parameter_specs(config, dtype, stacked=stacked)
+    leaf = lambda spec: isinstance(spec, Spec)  # noqa: E731
+    return jax.tree.map(lambda spec: rules.abstract(mesh, spec), specs, is_leaf=leaf)

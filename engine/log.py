@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's few lines to the user: the choices made at start, and surprises."""
+
+import logging
+import sys
+
+
+def logger() -> logging.Logger:
+    """Returns the "headrace" logger; it writes to stderr unless the application set it up."""
+    log = logging.getLogger("headrace")
+    if not log.handlers and log.level == logging.NOTSET:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("headrace: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    return log

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is made of, as data; and the parameters that follow from it."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from sharding import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """One rotary embedding. kind: default, linear (positions / factor) or llama3."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("default", "linear", "llama3"):
+            raise ValueError(
+                f"rope type {self.kind!r} is not supported; use a checkpoint with one of "
+                "default, linear, llama3"
+            )
+
+    def inverse_frequencies(self, head_width: int) -> np.ndarray:
+        """Returns the angle per position of each pair of coordinates, float64 [head_width / 2].
+
+        llama3: Llama 3.1's long-context interpolation: low frequencies are divided by `factor`,
+        high ones kept, those between blended linearly in wavelength.
+        """
+        inverse = self.theta ** -(np.arange(0, head_width, 2, dtype=np.float64) / head_width)
+        if self.kind == "default":
+            return inverse
+        if self.kind == "linear":
+            return inverse / self.factor
+        turns = self.original_max_position * inverse / (2 * math.pi)
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = np.clip(blend, 0.0, 1.0)
+        return inverse * (blend + (1 - blend) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer. Everything that differs between families is a field here.
+
+    `windows[l]` is layer l's attention window counting the current token, None for full
+    attention; `rope_of_layer[l]` indexes `ropes`. Norm weights are stored as what multiplies
+    (a family whose checkpoints keep w - 1 adds the 1 at load).
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    ffn_width: int
+    num_layers: int
+    query_heads: int
+    kv_heads: int
+    head_width: int
+    max_position: int
+    norm_eps: float
+    activation: str  # "silu" or "gelu_tanh"
+    tied_embeddings: bool
+    ropes: tuple[Rope, ...]
+    rope_of_layer: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    attention_scale: float
+    embedding_scale: float = 1.0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads evenly"
+            )
+        if self.activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"activation {self.activation!r} is neither silu nor gelu_tanh")
+        for name in ("rope_of_layer", "windows"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(f"{name} must have one entry for each of {self.num_layers} layers")
+
+    def layer_specs(self, dtype: np.dtype) -> dict[str, Spec]:
+        """Returns one layer's parameters.
+
+        Matrices are [out, in], as checkpoints have them, heads folded into one axis: XLA's CPU
+        backend would transpose a matrix of three axes at every step.
+        """
+        D, F, N, K, H = (
+            self.width,
+            self.ffn_width,
+            self.query_heads,
+            self.kv_heads,
+            self.head_width,
+        )
+        norm = Spec((D,), ("width",), np.dtype(np.float32))
+        specs = {
+            "attention_norm": norm,
+            "q": Spec((N * H, D), ("query_heads", "width"), dtype),
+            "k": Spec((K * H, D), ("kv_heads", "width"), dtype),
+            "v": Spec((K * H, D), ("kv_heads", "width"), dtype),
+            "o": Spec((D, N * H), ("width", "query_heads"), dtype),
+            "mlp_norm": norm,
+            "gate": Spec((F, D), ("ffn", "width"), dtype),
+            "up": Spec((F, D), ("ffn", "width"), dtype),
+            "down": Spec((D, F), ("width", "ffn"), dtype),
+        }
+        if self.qkv_bias:
+            specs["q_bias"] = Spec((N * H,), ("query_heads",), dtype)
+            specs["k_bias"] = Spec((K * H,), ("kv_heads",), dtype)
+            specs["v_bias"] = Spec((K * H,), ("kv_heads",), dtype)
+        if self.output_bias:
+            specs["o_bias"] = Spec((D,), ("width",), dtype)
+        if self.mlp_bias:
+            specs["gate_bias"] = Spec((F,), ("ffn",), dtype)
+            specs["up_bias"] = Spec((F,), ("ffn",), dtype)
+            specs["down_bias"] = Spec((D,), ("width",), dtype)
+        if self.qk_norm:
+            head_norm = Spec((H,), (None,), np.dtype(np.float32))
+            specs |= {"q_norm": head_norm, "k_norm": head_norm}
+        if self.post_norms:
+            specs |= {"post_attention_norm": norm, "post_mlp_norm": norm}
+        return specs
+
+    def outer_specs(self, dtype: np.dtype) -> dict[str, Spec]:
+        """Returns the parameters outside the layers."""
+        V, D = self.vocab_size, self.width
+        specs = {
+            "embedding": Spec((V, D), ("vocab", "width"), dtype),
+            "final_norm": Spec((D,), ("width",), np.dtype(np.float32)),
+        }
+        if not self.tied_embeddings:
+            specs["head"] = Spec((V, D), ("vocab", "width"), dtype)
+        return specs
+
+    def segments(self) -> tuple[range, ...]:
+        """Returns the runs of like layers; a dense decoder is one run."""
+        return (range(self.num_layers),)

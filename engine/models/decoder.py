@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one decoder-only transformer, as pure functions over a tree of parameters.
+
+Parameters: {"embedding", "final_norm", ["head"], "segments": (segment, ...)}; a segment is a
+tuple of one dict a layer (unrolled: fast on CPU) or one dict of stacked arrays (scanned: small
+and quick to compile on TPU and GPU).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.layers import Params, gated_mlp, linear, rms_norm, rotate
+from engine.models.config import ModelConfig
+from pallas_kernels.paged_attention import NO_WINDOW
+
+
+class LayerData(NamedTuple):
+    """What differs from layer to layer beside the weights: integers, or arrays of them in a scan."""
+
+    window: Any
+    rope: Any
+    group: Any
+    place: Any
+
+
+# (cache, layer, q_TNH, k_TKH, v_TKH) -> (cache, out_TNH): how a layer meets the other tokens.
+Attend = Callable[[Any, LayerData, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+
+
+def layer_data(config: ModelConfig, groups: Any = None, places: Any = None) -> LayerData:
+    """Returns the data of all layers, each field int32 [L]; no groups means no pages."""
+    zeros = (0,) * config.num_layers
+    windows = [NO_WINDOW if window is None else window for window in config.windows]
+    rows = (windows, config.rope_of_layer, groups or zeros, places or zeros)
+    return LayerData(*(np.array(row, np.int32) for row in rows))
+
+
+def map_layers(function, carry, segment: Any, data: LayerData):
+    """Returns the carry after `function(carry, params, data)` for each layer of a segment."""
+    if isinstance(segment, tuple):
+        for index, params in enumerate(segment):
+            carry = function(carry, params, LayerData(*(int(field[index]) for field in data)))
+        return carry
+
+    def body(carry, layer):
+        return function(carry, *layer), None
+
+    stacked = (segment, LayerData(*(jnp.asarray(field) for field in data)))
+    return jax.lax.scan(body, carry, stacked)[0]
+
+
+def embed(params: Params, config: ModelConfig, token_T: jax.Array, dtype) -> jax.Array:
+    """Returns x_TD, the scaled embeddings of the tokens."""
+    x_TD = params["embedding"].at[token_T].get(mode="clip").astype(dtype)
+    if config.embedding_scale == 1.0:
+        return x_TD
+    return x_TD * jnp.asarray(config.embedding_scale, dtype)
+
+
+def rope_tables(config: ModelConfig, position_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (cos, sin), each float32 [ropes, T, H / 2], for the positions."""
+    inverse = np.stack([rope.inverse_frequencies(config.head_width) for rope in config.ropes])
+    inverse_RX = jnp.asarray(inverse, jnp.float32)
+    angles = position_T.astype(jnp.float32)[None, :, None] * inverse_RX[:, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def decoder_layer(x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, attend, cache):
+    """Returns (x_TD, cache) after one layer."""
+    h_TD = rms_norm(x_TD, p["attention_norm"], config.norm_eps)
+    T, H = h_TD.shape[0], config.head_width
+    q_TNH = linear(h_TD, p["q"], p.get("q_bias")).reshape(T, config.query_heads, H)
+    k_TKH = linear(h_TD, p["k"], p.get("k_bias")).reshape(T, config.kv_heads, H)
+    v_TKH = linear(h_TD, p["v"], p.get("v_bias")).reshape(T, config.kv_heads, H)
+    if config.qk_norm:
+        q_TNH = rms_norm(q_TNH, p["q_norm"], config.norm_eps)
+        k_TKH = rms_norm(k_TKH, p["k_norm"], config.norm_eps)
+    cos, sin = ropes[0][layer.rope], ropes[1][layer.rope]
+    cache, out_TNH = attend(cache, layer, rotate(q_TNH, cos, sin), rotate(k_TKH, cos, sin), v_TKH)
+    h_TD = linear(out_TNH.reshape(T, config.query_heads * H), p["o"], p.get("o_bias"))
+    if config.post_norms:
+        h_TD = rms_norm(h_TD, p["post_attention_norm"], config.norm_eps)
+    x_TD = x_TD + h_TD
+    h_TD = gated_mlp(rms_norm(x_TD, p["mlp_norm"], config.norm_eps), p, config.activation)
+    if config.post_norms:
+        h_TD = rms_norm(h_TD, p["post_mlp_norm"], config.norm_eps)
+    return x_TD + h_TD, cache
+
+
+def run_layers(
+    params: Params,
+    config: ModelConfig,
+    x_TD: jax.Array,
+    position_T: jax.Array,
+    *,
+    attend: Attend,
+    cache: Any,
+    data: LayerData,
+) -> tuple[jax.Array, Any]:
+    """Returns (x_TD, cache) after all layers, before the final norm."""
+    ropes = rope_tables(config, position_T)
+
+    def one(carry, p, layer):
+        return decoder_layer(carry[0], p, layer, config, ropes, attend, carry[1])
+
+    carry = (x_TD, cache)
+    for run, segment in zip(config.segments(), params["segments"], strict=True):
+        part = LayerData(*(field[run.start : run.stop] for field in data))
+        carry = map_layers(one, carry, segment, part)
+    return carry
+
+
+def final_norm(params: Params, config: ModelConfig, x_TD: jax.Array) -> jax.Array:
+    """Returns the final hidden rows that the head reads."""
+    return rms_norm(x_TD, params["final_norm"], config.norm_eps)
+
+
+def head_logits(params: Params, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:
+    """Returns float32 logits_TV of final hidden rows."""
+    weight = params["embedding" if config.tied_embeddings else "head"]
+    T = hidden_TD.shape[0]
+    if T == 1 and hidden_TD.dtype != jnp.float32:
+        # XLA's CPU backend expands a narrow matrix for a single row; two rows take the fast path.
+        hidden_TD = jnp.concatenate([hidden_TD, hidden_TD])
+    logits_TV = jax.lax.dot_general(
+        hidden_TD, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )[:T]
+    if config.logit_softcap is not None:
+        logits_TV = config.logit_softcap * jnp.tanh(logits_TV / config.logit_softcap)
+    return logits_TV

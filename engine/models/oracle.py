@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plain forward pass over a whole sequence: no cache, no pages, no batch.
+
+The oracle that the paged engine is held to, and what `llm.forward` runs.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from engine.layers import Params
+from engine.models.config import ModelConfig
+from engine.models.decoder import (
+    decoder_layer,
+    embed,
+    final_norm,
+    head_logits,
+    layer_data,
+    map_layers,
+    rope_tables,
+)
+
+
+def dense_attend(config: ModelConfig, mask_TT: jax.Array | None):
+    """Returns an `Attend` over all tokens at once; `mask_TT` replaces the causal mask if given."""
+
+    def attend(cache, layer, q_TNH, k_TKH, v_TKH):
+        T, N, H = q_TNH.shape
+        K = k_TKH.shape[1]
+        q_TKGH = q_TNH.reshape(T, K, N // K, H)
+        logits = jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, preferred_element_type=jnp.float32)
+        logits = logits * config.attention_scale
+        if config.attention_softcap is not None:
+            logits = config.attention_softcap * jnp.tanh(logits / config.attention_softcap)
+        index_T = jnp.arange(T, dtype=jnp.int32)
+        distance_TT = index_T[:, None] - index_T[None, :]
+        seen_TT = (distance_TT >= 0) if mask_TT is None else mask_TT
+        seen_TT = seen_TT & (distance_TT < layer.window)
+        weights = jax.nn.softmax(jnp.where(seen_TT[None, None], logits, -jnp.inf), axis=-1)
+        out_TKGH = jnp.einsum("kgts,skh->tkgh", weights.astype(v_TKH.dtype), v_TKH)
+        return cache, out_TKGH.reshape(T, N, H)
+
+    return attend
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    token_T: jax.Array,
+    position_T: jax.Array | None = None,
+    mask_TT: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (logits_TV float32, hidden [L + 1, T, D]).
+
+    hidden[0] is the embeddings and hidden[l] layer l's output, before the final norm. Positions
+    default to 0 .. T-1; `mask_TT` (row: query) replaces the causal mask, windows still hold.
+    """
+    T = token_T.shape[0]
+    if position_T is None:
+        position_T = jnp.arange(T, dtype=jnp.int32)
+    dtype = params["embedding"].dtype
+    x_TD = embed(params, config, token_T, dtype)
+    ropes = rope_tables(config, position_T)
+    attend = dense_attend(config, mask_TT)
+    hidden_LTD = jnp.zeros((config.num_layers + 1, *x_TD.shape), dtype).at[0].set(x_TD)
+
+    def one(carry, p, layer):
+        x_TD, hidden_LTD, index = carry
+        x_TD, _ = decoder_layer(x_TD, p, layer, config, ropes, attend, None)
+        return x_TD, hidden_LTD.at[index].set(x_TD), index + 1
+
+    carry = (x_TD, hidden_LTD, jnp.int32(1))
+    data = layer_data(config)
+    for run, segment in zip(config.segments(), params["segments"], strict=True):
+        carry = map_layers(one, carry, segment, type(data)(*(f[run.start : run.stop] for f in data)))
+    x_TD, hidden_LTD, _ = carry
+    return head_logits(params, config, final_norm(params, config, x_TD)), hidden_LTD
+
+
+forward_jit = jax.jit(forward, static_argnames="config")

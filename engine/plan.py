@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as the scheduler decides it: a frozen Plan, and the draft that it grows from."""
+
+import dataclasses
+
+from engine.buckets import Body
+from engine.request import Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, stop) of a request: one row of the chunk group.
+
+    Pieces of one request may share a step, in order. `samples`: the last of its chunks, whose
+    token is drawn. `scores`: the prompt positions [a, b) in it whose next token's log-probability
+    is wanted. Each is asked for once, also if the request is preempted after this step was
+    planned, so the step's scores are to be kept whatever became of the request.
+    """
+
+    request: Request
+    row: int
+    start: int
+    stop: int
+    samples: bool
+    scores: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decode:
+    """One more token of a row whose last token is on the device."""
+
+    request: Request
+    row: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. `sampled`: (request, row) of each token drawn, of pieces first, then decodes."""
+
+    step: int
+    body: Body
+    decodes: tuple[Decode, ...]
+    pieces: tuple[Piece, ...]
+    sampled: tuple[tuple[Request, int], ...]
+
+
+@dataclasses.dataclass
+class Draft:
+    """A plan under construction; nothing is committed until it is whole."""
+
+    tokens_left: int
+    pieces_left: int
+    decodes: list[Decode] = dataclasses.field(default_factory=list)
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    preempted: bool = False
+
+    def drop(self, request: Request) -> None:
+        """Takes back what was drafted for `request`; its share of the budget stays unused."""
+        self.pieces = [piece for piece in self.pieces if piece.request is not request]
+        self.decodes = [decode for decode in self.decodes if decode.request is not request]
+
+
+def make_piece(request: Request, start: int, stop: int) -> Piece:
+    """Returns the row for tokens [start, stop), which scores what was not scored before."""
+    scores = None
+    if request.params.prompt_logprobs is not None:
+        first = max(start, request.scored)
+        last = min(stop, len(request.prompt_token_ids) - 1)  # the last position has no next token
+        scores = (first, last) if first < last else None
+    samples = stop == request.target and not request.scores_only
+    return Piece(request, request.running_row, start, stop, samples, scores)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens run in the next step. Knows integers: no clock, no device, no model."""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.buckets import Ladder
+from engine.pages import PageGroup, PagePool
+from engine.plan import Decode, Draft, Piece, Plan, make_piece
+from engine.request import Request, Status
+from engine.rows import Rows
+
+__all__ = ["Decode", "Piece", "Plan", "Scheduler"]
+
+
+class Scheduler:
+    """Plans steps: every running row decodes, then prompts fill what is left of the budget.
+
+    - A plan may be made before the last one's tokens are read: `computed` advances when a step
+      is planned, tokens and ends when `update` reads it. What is planned past an end is ignored.
+    - First come, first served. A request that does not fit may be passed by later ones until it
+      is `patience` steps older than when it first did not fit; then nothing passes it.
+    - When a running row finds no page, the latest admitted row is preempted: it lets go of its
+      pages and waits, before all others that wait, to be computed anew with its tokens so far.
+    - A row that outgrows the pool alone ends with the reason "capacity". That depends on its
+      length only, never on its company.
+    - At most `max_num_batched_tokens` rows run, so that each finds a token in every step.
+
+    The result of `schedule` and the arrays `tables` and `lengths` belong together: copy them
+    before the next call of any method. The next plans rely on steps running in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        page_size: int,
+        max_model_len: int,
+        groups: tuple[PageGroup, ...],
+        pool: PagePool,
+        ladder: Ladder,
+        patience: int = 64,
+    ):
+        self._budget = max_num_batched_tokens
+        self._page_size = page_size
+        self._max_model_len = max_model_len
+        self._groups = groups
+        self._pool = pool
+        self._ladder = ladder
+        self._patience = patience
+        self._rows = Rows(
+            num_rows=ladder.rows,
+            max_num_seqs=max_num_seqs,
+            page_size=page_size,
+            max_model_len=max_model_len,
+            step_tokens=min(max_num_batched_tokens, ladder.pieces * ladder.width),
+            groups=groups,
+            pool=pool,
+        )
+        self._lookahead = max_num_seqs  # of waiting requests, so a step's work is bounded
+        self._requests: dict[int, Request] = {}
+        self._running: dict[int, Request] = {}  # in order of admission
+        self._waiting: deque[Request] = deque()  # the preempted first, each part by id
+        self._ended: list[Request] = []
+        self._last_id: int | None = None
+        self._step = 0
+        self._preemptions = 0
+
+    @property
+    def tables(self) -> np.ndarray:
+        """int32 [group, row, place]: pages; row `max_num_seqs` is the null row."""
+        return self._rows.tables
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [group, row]: cells in use, those of the last plan included."""
+        return self._rows.lengths
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._requests)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the counters; `pages` has free (shared), held and cached pages by group."""
+        counts = [self._pool.counts(0, group) for group in range(len(self._groups))]
+        return {
+            "waiting": len(self._waiting),
+            "running": len(self._running),
+            "preemptions": self._preemptions,
+            "steps": self._step,
+            "pages": [count._asdict() for count in counts],
+        }
+
+    def add(self, request: Request) -> None:
+        """Queues `request`. Ids grow with arrival. ValueError if it can never run."""
+        prompt = len(request.prompt_token_ids)
+        if self._last_id is not None and request.id <= self._last_id:
+            raise ValueError(f"request id {request.id} must be above the last, {self._last_id}")
+        if not 0 < prompt <= self._max_model_len:
+            raise ValueError(
+                f"a prompt of {prompt} tokens must have from 1 to max_model_len="
+                f"{self._max_model_len}; shorten it or raise max_model_len"
+            )
+        assert prompt <= request.limit <= self._max_model_len, "the engine sets a limit in range"
+        if not self._rows.fits(prompt):
+            raise ValueError(
+                f"a prompt of {prompt} tokens needs {self._rows.least_pages(prompt)} pages of "
+                f"{self._page_size} tokens, the pool has {self._pool.capacity}; "
+                "raise num_pages or memory_fraction, or shorten the prompt"
+            )
+        self._last_id = request.id
+        self._requests[request.id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: int) -> Request | None:
+        """Ends a request at once, wherever it stands. Returns it, or None if it is not here."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, "abort")
+        return request
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends `request` now; its tokens that are not read yet are ignored."""
+        if request.status is Status.RUNNING:
+            self._rows.close(request)
+            del self._running[request.id]
+        else:
+            self._waiting.remove(request)
+        del self._requests[request.id]
+        request.status = Status.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+
+    def drain(self) -> list[Request]:
+        """Returns, once, the requests that `schedule` ended (reason "capacity")."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def schedule(self) -> Plan | None:
+        """Returns the next step, or None if there is nothing to run before a step is read."""
+        draft = Draft(self._budget, self._ladder.pieces)
+        for request in list(self._running.values()):
+            if request.status is Status.RUNNING and request.decodes:
+                self._plan_decode(draft, request)
+        for request in list(self._running.values()):
+            if request.status is Status.RUNNING and request.prefills:
+                self._plan_chunks(draft, request)
+        if not draft.preempted:
+            self._admit(draft)
+        return self._commit(draft)
+
+    def update(self, plan: Plan, tokens: Sequence[int]) -> list[Request]:
+        """Reads the tokens of `plan.sampled`; returns the requests that went on or finished."""
+        progressed = {}
+        for (request, _), token in zip(plan.sampled, tokens, strict=True):
+            if request.status is Status.FINISHED:
+                continue
+            progressed[request.id] = request
+            request.in_flight -= 1
+            request.output_token_ids.append(int(token))
+            if token in request.end_ids:
+                self.finish(request, "stop", int(token))
+            elif request.known >= request.limit:
+                self.finish(request, request.limit_reason)
+        for piece in plan.pieces:
+            request = piece.request
+            scored = request.scores_only and piece.stop == request.limit
+            if scored and request.status is not Status.FINISHED:
+                progressed[request.id] = request
+                self.finish(request, "length")
+        return list(progressed.values())
+
+    def _plan_decode(self, draft: Draft, request: Request) -> None:
+        assert draft.tokens_left > 0, "no more rows run than the budget has tokens"
+        self._rows.drop_passed(request)
+        if self._reserve(draft, request, request.computed + 1):
+            draft.decodes.append(Decode(request, request.running_row))
+            draft.tokens_left -= 1
+
+    def _plan_chunks(self, draft: Draft, request: Request) -> None:
+        self._rows.drop_passed(request)
+        start, end = request.computed, request.target
+        if self._rows.is_narrow(end):
+            end = min(end, self._rows.page_end(start))
+        while start < end and draft.tokens_left and draft.pieces_left:
+            stop = min(end, start + min(self._ladder.width, draft.tokens_left))
+            if not self._reserve(draft, request, stop):
+                return
+            draft.pieces.append(make_piece(request, start, stop))
+            draft.pieces_left -= 1
+            draft.tokens_left -= stop - start
+            start = stop
+
+    def _reserve(self, draft: Draft, request: Request, cells: int) -> bool:
+        """Returns whether `request` has pages for `cells` cells, if need be by preempting."""
+        missing = self._rows.missing_pages(request, cells)
+        while missing > self._rows.num_free_pages:
+            victim = next(reversed(self._running.values()))
+            if victim is request and len(self._running) == 1:
+                self._end_at_capacity(request)
+                return False
+            self._preempt(draft, victim)
+            if victim is request:
+                return False
+        self._rows.extend(request, cells)
+        return True
+
+    def _end_at_capacity(self, request: Request) -> None:
+        """Ends `request` with the tokens it has, when those on their way are read."""
+        if request.in_flight:
+            request.limit, request.limit_reason = request.length, "capacity"
+        else:
+            self.finish(request, "capacity")
+            self._ended.append(request)
+
+    def _preempt(self, draft: Draft, victim: Request) -> None:
+        draft.preempted = True
+        draft.drop(victim)
+        self._rows.close(victim)
+        del self._running[victim.id]
+        if victim.prefills or victim.decodes:  # else all is planned, and it only waits for reads
+            victim.preemptions += 1
+            self._preemptions += 1
+        victim.status = Status.WAITING
+        victim.computed = victim.target = 0
+        place = 0
+        for other in self._waiting:
+            if other.preemptions == 0 or other.id > victim.id:
+                break
+            place += 1
+        self._waiting.insert(place, victim)
+
+    def _admit(self, draft: Draft) -> None:
+        """Starts waiting requests, in order, as rows, pages and the budget allow."""
+        if not self._waiting:
+            return
+        promised = sum(self._rows.promised_pages(r) for r in self._running.values())
+        available = self._rows.num_free_pages - promised
+        for request in list(itertools.islice(self._waiting, self._lookahead)):
+            if not (self._rows.num_free_rows and draft.tokens_left and draft.pieces_left):
+                break
+            if request.in_flight == 0 and not self._rows.fits(request.known):
+                self._end_at_capacity(request)
+                continue
+            need = self._rows.admission_pages(request)
+            if request.in_flight or need > available:
+                if request.blocked_since is None:
+                    request.blocked_since = self._step
+                if self._step - request.blocked_since >= self._patience:
+                    break
+                continue
+            available -= need
+            self._waiting.remove(request)
+            self._running[request.id] = request
+            request.status = Status.RUNNING
+            request.target = request.known
+            request.blocked_since = None
+            self._rows.open(request)
+            self._plan_chunks(draft, request)
+
+    def _commit(self, draft: Draft) -> Plan | None:
+        """Returns the draft as a plan, and counts its tokens as computed."""
+        if not draft.decodes and not draft.pieces:
+            return None
+        sampled = [(p.request, p.row) for p in draft.pieces if p.samples]
+        sampled += [(d.request, d.row) for d in draft.decodes]
+        for piece in draft.pieces:
+            piece.request.computed = piece.stop
+            if piece.scores is not None:
+                piece.request.scored = piece.scores[1]
+            self._rows.set_lengths(piece.request)
+        for decode in draft.decodes:
+            decode.request.computed += 1
+            self._rows.set_lengths(decode.request)
+        for request, _ in sampled:
+            request.in_flight += 1
+        widest = max((piece.stop - piece.start for piece in draft.pieces), default=0)
+        plan = Plan(
+            step=self._step,
+            body=self._ladder.choose(len(draft.decodes), len(draft.pieces), widest),
+            decodes=tuple(draft.decodes),
+            pieces=tuple(draft.pieces),
+            sampled=tuple(sampled),
+        )
+        self._step += 1
+        return plan

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention in plain XLA: a loop over blocks of pages with an online softmax.
+
+The loop's bounds are data, so the work follows the longest context that is really there, and the
+part of a window that lies behind a row costs nothing. Online softmax: Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018 (arXiv 1805.02867).
+
+Letters: B rows, T tokens a row, K KV heads, G query heads a KV head, H head width, S cells of a
+block, J pages of a row.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.pages import gather_pages
+from pallas_kernels.paged_attention.rows import Rows
+
+# Cells a block: enough that a loop turn's fixed cost is small, few enough that short contexts do
+# not pay for long ones.
+BLOCK_CELLS = 128
+# Below any logit, and finite: a difference of two of them is 0, not NaN.
+LOWEST = -1e30
+
+
+def paged_attention(
+    q_BTNH: jax.Array,
+    pool: jax.Array,
+    rows: Rows,
+    window: jax.Array | int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    block_cells: int = BLOCK_CELLS,
+) -> jax.Array:
+    """Returns the attention output [B, T, N, H] of `rows` over `pool` [P, K, W, 2H].
+
+    The keys of this step are in the pool already. Softmax in float32; output in q's dtype.
+    Tokens beyond a row's count give finite values that mean nothing.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, W = pool.shape[1:3]
+    pages = max(1, block_cells // W)
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    q_BKXH = (q_BKGTH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, K, N // K * T, H)
+    first_B = jnp.maximum(rows.start_B - window + 1, 0) // W  # the first page anyone here sees
+    blocks_B = -(-(rows.start_B + rows.count_B - first_B * W) // (pages * W))
+    num_blocks = jnp.max(jnp.where(rows.count_B > 0, blocks_B, 0))
+
+    def block(i, carry):
+        page_BJ = first_B[:, None] + i * pages + jnp.arange(pages, dtype=jnp.int32)[None]
+        # Past the table's end there is nothing to see; the clamp only keeps the read inside.
+        inside_BJ = jnp.minimum(page_BJ, rows.table_BJ.shape[1] - 1)
+        k_BKSH, v_BKSH = gather_pages(pool, jnp.take_along_axis(rows.table_BJ, inside_BJ, axis=1))
+        cell_BS = (page_BJ[:, :, None] * W + jnp.arange(W, dtype=jnp.int32)).reshape(B, pages * W)
+        mask_BTS = visible(cell_BS, rows, window, T)
+        return accumulate(carry, q_BKXH, k_BKSH, v_BKSH, mask_BTS, softcap)
+
+    zeros = jnp.zeros((B, K, N // K * T), jnp.float32)
+    start = (zeros + LOWEST, zeros, jnp.zeros((B, K, N // K * T, H), jnp.float32))
+    _, total_BKX, sum_BKXH = jax.lax.fori_loop(0, num_blocks, block, start)
+    out_BKXH = sum_BKXH / jnp.maximum(total_BKX, 1e-30)[..., None]
+    out_BKGTH = out_BKXH.astype(q_BTNH.dtype).reshape(B, K, N // K, T, H)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> jax.Array:
+    """Returns mask_BTS: whether query t of row b sees the cell, by the rule of `Rows`."""
+    index_T = jnp.arange(T, dtype=jnp.int32)
+    own_BS = cell_BS - rows.start_B[:, None]  # this step's token in the cell, negative before it
+    if rows.depth_BT is None:
+        distance_BTS = index_T[None, :, None] - own_BS[:, None, :]
+        return (distance_BTS >= 0) & (distance_BTS < window)
+    token_BS = jnp.clip(own_BS, 0, T - 1)
+    new_BS = own_BS >= 0
+    depth_BS = jnp.where(new_BS, jnp.take_along_axis(rows.depth_BT, token_BS, axis=1), own_BS)
+    near_BTS = rows.depth_BT[:, :, None] - depth_BS[:, None, :] < window
+    bit_BTS = (rows.ancestors_BT[:, :, None] >> token_BS[:, None, :]) & 1
+    related_BTS = ~new_BS[:, None, :] | ((bit_BTS == 1) & (own_BS < T)[:, None, :])
+    return near_BTS & related_BTS
+
+
+def accumulate(carry, q_BKXH, k_BKSH, v_BKSH, mask_BTS, softcap):
+    """Returns the running (maximum, sum of weights, weighted values) with one more block."""
+    high_BKX, total_BKX, sum_BKXH = carry
+    B, K, X, _ = q_BKXH.shape
+    _, T, S = mask_BTS.shape
+    logits = jnp.einsum("bkxh,bksh->bkxs", q_BKXH, k_BKSH, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    masked = jnp.where(mask_BTS[:, None, None], logits.reshape(B, K, X // T, T, S), LOWEST)
+    logits = masked.reshape(B, K, X, S)
+    new_high_BKX = jnp.maximum(high_BKX, logits.max(axis=-1))
+    # A block in which a query sees nothing: LOWEST - LOWEST would weigh 1, so the mask says 0.
+    weights = jnp.where(logits > LOWEST / 2, jnp.exp(logits - new_high_BKX[..., None]), 0.0)
+    keep_BKX = jnp.exp(high_BKX - new_high_BKX)
+    values = jnp.einsum(
+        "bkxs,bksh->bkxh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+    )
+    total_BKX = total_BKX * keep_BKX + weights.sum(axis=-1)
+    return new_high_BKX, total_BKX, sum_BKXH * keep_BKX[..., None] + values

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of a page: its shape, its bytes, how cells are written and gathered.
+
+A pool is `[P, K, W, 2H]`: pages, KV heads, cells of a page, and K beside V of one head. K and V
+of a cell are adjacent, so one read brings both, and a head size of 64 fills the 128 lanes of a
+TPU register without padding. Page 0 is the null page: it belongs to nobody, writes that must go
+nowhere go there, and no query ever sees it.
+
+Letters: P pages, K KV heads, W cells a page, H head width, T tokens, B rows, J pages of a row.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NULL_PAGE = 0
+
+
+def page_shape(kv_heads: int, page_size: int, head_width: int) -> tuple[int, int, int]:
+    """Returns the shape of one page of one layer, without the page axis."""
+    return (kv_heads, page_size, 2 * head_width)
+
+
+def page_bytes(kv_heads: int, page_size: int, head_width: int, dtype: np.dtype) -> int:
+    """Returns the bytes of one page of one layer."""
+    return int(np.prod(page_shape(kv_heads, page_size, head_width))) * np.dtype(dtype).itemsize
+
+
+def write_cells(
+    pool: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array, offset_T: jax.Array
+) -> jax.Array:
+    """Returns `pool` [P, K, W, 2H] with each token's K and V stored at (page_T, offset_T).
+
+    In place when `pool` is donated or a loop carry. Tokens that must not be kept have page 0;
+    several of them may share a cell there, whose content is never read.
+    """
+    P, K, W, H2 = pool.shape
+    kv_TKX = jnp.concatenate([k_TKH, v_TKH], axis=-1).astype(pool.dtype)
+    heads_K = jnp.arange(K, dtype=jnp.int32)
+    row_TK = (page_T[:, None] * K + heads_K[None, :]) * W + offset_T[:, None]
+    # One flat axis of cells: a scatter with a single index is what XLA does in place and fast.
+    flat = pool.reshape(P * K * W, H2).at[row_TK].set(kv_TKX, mode="promise_in_bounds")
+    return flat.reshape(pool.shape)
+
+
+def gather_pages(pool: jax.Array, page_BJ: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns k and v of the pages `page_BJ`, each [B, K, J * W, H], ready for a batched dot."""
+    P, K, W, H2 = pool.shape
+    B, J = page_BJ.shape
+    heads_K = jnp.arange(K, dtype=jnp.int32)
+    row_BKJ = page_BJ[:, None, :] * K + heads_K[None, :, None]
+    kv = pool.reshape(P * K, W, H2).at[row_BKJ].get(mode="promise_in_bounds")
+    kv = kv.reshape(B, K, J * W, H2)
+    return kv[..., : H2 // 2], kv[..., H2 // 2 :]

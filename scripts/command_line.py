@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: flags, one-line errors, the engine's options, files written whole."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from absl import flags
+
+ENGINE_OPTIONS = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "page_size",
+    "num_pages",
+    "memory_fraction",
+    "overlap",
+)
+
+
+class UsageError(Exception):
+    """A wrong flag, file, field or model. Its text is one line: the fault and the remedy."""
+
+
+def define_engine_flags(values: flags.FlagValues) -> None:
+    """Defines --model and the engine's options; an option that is not given keeps its default."""
+
+    def integer(name: str, text: str) -> None:
+        flags.DEFINE_integer(name, None, text, flag_values=values)
+
+    flags.DEFINE_string(
+        "model",
+        "smollm2-135m",
+        "A known name, a GGUF file or a Hugging Face folder.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("dtype", None, "auto, float32, bfloat16 or float16.", flag_values=values)
+    integer("max_model_len", "Most prompt and output tokens of a request.")
+    integer("max_num_seqs", "Requests that run at once.")
+    integer("max_num_batched_tokens", "Tokens of one step.")
+    integer("page_size", "Tokens of a KV page, a power of two.")
+    integer("num_pages", "Pages of the KV pool.")
+    flags.DEFINE_float("memory_fraction", None, "Share of the memory to use.", flag_values=values)
+    flags.DEFINE_bool(
+        "overlap", None, "Plan a step before the last one is read.", flag_values=values
+    )
+
+
+def given(values: flags.FlagValues, names: Sequence[str]) -> dict[str, Any]:
+    """Returns {name: value} of those of the flags that were given."""
+    return {name: values[name].value for name in names if values[name].value is not None}
+
+
+def run_command(
+    main: Callable[[], None], values: flags.FlagValues, text: str, argv: Sequence[str] | None
+) -> NoReturn:
+    """Parses `argv` into `values`, runs `main` and exits: 0, or 2 with one line on stderr.
+
+    `text` describes the command; --help prints it with the flags.
+    """
+    argv = list(sys.argv if argv is None else argv)
+    flags.DEFINE_bool("help", False, "Shows this text.", flag_values=values)
+    try:
+        rest = values(argv)[1:]
+        if values["help"].value:
+            print(f"{text}\n{values.get_help()}")
+            sys.exit(0)
+        if rest:
+            raise UsageError(f"{rest[0]!r} is not a flag; every argument is --name=value")
+        main()
+    except (UsageError, flags.Error) as error:
+        one_line = " ".join(str(error).split())
+        print(f"{Path(argv[0]).stem}: {one_line}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader of our output has gone. Nothing may be flushed into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"{Path(argv[0]).stem}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+@contextlib.contextmanager
+def usage_errors(prefix: str = "") -> Iterator[None]:
+    """Turns the library's refusals of an input (ValueError, OSError) into UsageError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(f"{prefix}{error}") from error
+
+
+@contextlib.contextmanager
+def replaced_file(flag: str, path: str) -> Iterator[TextIO]:
+    """Yields a text file that takes the place of `path` when the block ends well.
+
+    Until then `path` is as it was; a block that raises leaves nothing behind. `flag` names the
+    setting in errors.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise UsageError(f"--{flag}={path} is not a regular file; name a file to write")
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        file = part.open("x", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--{flag}={path} cannot be written ({error.strerror}); name a file in a folder that "
+            "exists and is writable"
+        ) from error
+    try:
+        with file:
+            yield file
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def to_json(value: Any) -> str:
+    """Returns one line of JSON; NaN and infinities, which JSON has not, become null."""
+    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """Returns `value` with every number that is not finite replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
