@@ -133,9 +133,7 @@ class LLM:
                 raise ValueError(f"prompt {index}: {error}") from None
         return requests
 
-    def make_request(
-        self, prompt: Prompt, params: SamplingParams
-    ) -> tuple[Request, str | None]:
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, str | None]:
         """Returns the Request of a prompt, for `engine.add_request`, and its text if it had one."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from engine.buckets import Group
+from engine.plan import Plan
 from engine.request import Request
-from engine.scheduler import Plan
 
 MAX_END_IDS = 8  # end ids a row can hold; a request with more is refused
 
@@ -126,7 +126,7 @@ def pack_settings(part: Mapping[str, np.ndarray], index: int, request: Request, 
     part["end_ids_BE"][index] = -1
     part["end_ids_BE"][index, : len(request.end_ids)] = request.end_ids
     part["temperature_B"][index] = np.float32(params.temperature).view(np.int32)
-    part["top_k_B"][index] = max(params.top_k, 0)
+    part["top_k_B"][index] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
     part["top_p_B"][index] = np.float32(params.top_p).view(np.int32)
     words = np.array([request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF], np.uint32)
     part["seed_B2"][index] = words.view(np.int32)

@@ -43,9 +43,7 @@ class KVLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, all places together."""
-        return self.places * page_bytes(
-            self.kv_heads, self.page_size, self.head_width, self.dtype
-        )
+        return self.places * page_bytes(self.kv_heads, self.page_size, self.head_width, self.dtype)
 
     def pool_spec(self, num_pages: int) -> Spec:
         """Returns the spec of one place of the pool."""

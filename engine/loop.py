@@ -15,10 +15,11 @@ from engine.batch import BatchShape, pack
 from engine.buckets import Head, Ladder
 from engine.detokenize import Detokenizer
 from engine.metrics import request_metrics
+from engine.plan import Piece, Plan
 from engine.programs import Programs, ProgramStore
 from engine.request import CompletionOutput, Logprob, Request, RequestOutput
 from engine.sampling import Logprobs
-from engine.scheduler import Piece, Plan, Scheduler
+from engine.scheduler import Scheduler
 
 
 @dataclasses.dataclass
@@ -252,9 +253,7 @@ class Engine:
     def _decode_token(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else ""
 
-    def _delta(
-        self, record: Record, tokens: list[int], entry: dict[int, Logprob] | None
-    ) -> Delta:
+    def _delta(self, record: Record, tokens: list[int], entry: dict[int, Logprob] | None) -> Delta:
         """Returns what the tokens add to a request; a finished one leaves the records."""
         request = record.request
         text = ""

@@ -266,4 +266,3 @@ def run_score(
     """Returns the log-probabilities of tokens wanted_2S[1] after the rows wanted_2S[0]."""
     hidden_SD = prompt_TD.at[wanted_2S[0]].get(mode="promise_in_bounds")
     return logprobs_of(head_logits(params, cfg.model, hidden_SD), wanted_2S[1])
-

@@ -72,18 +72,18 @@ FLAGS = define_flags()
 
 def main() -> None:
     try:
-        counts = [int(text) for text in FLAGS["requests"].value]
+        counts = [int(text) for text in FLAGS.requests]
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
         raise UsageError("--requests must be numbers from 1 with commas between, such as 1,8,32")
-    peer_python, peer_model = FLAGS["peer_python"].value, FLAGS["peer_model"].value
+    peer_python, peer_model = FLAGS.peer_python, FLAGS.peer_model
     if (peer_python is None) != (peer_model is None):
         raise UsageError("--peer_python and --peer_model go together; give both or neither")
-    if FLAGS["num_pages_compare"].value and peer_python:
+    if FLAGS.num_pages_compare and peer_python:
         raise UsageError("--num_pages_compare has no peer; leave out --peer_python")
     options = {"max_num_seqs": max(counts)} | given(FLAGS, ENGINE_OPTIONS)
-    output = FLAGS["output"].value
+    output = FLAGS.output
     if output is None:
         print_report(measure(counts, options, peer_python, peer_model))
     else:
@@ -97,9 +97,9 @@ def measure(
     counts: Sequence[int], options: dict[str, Any], peer_python: str | None, peer_model: str | None
 ) -> dict[str, Any]:
     """Returns the report of the suite that the flags ask for."""
-    model, repeats = FLAGS["model"].value, FLAGS["repeats"].value
+    model, repeats = FLAGS.model, FLAGS.repeats
     report = {"suite": "decode", "model": model, "options": options, "machine": machine()}
-    if FLAGS["num_pages_compare"].value:
+    if FLAGS.num_pages_compare:
         return report | {"pools": [compare_pools(n, options, repeats) for n in counts]}
     bandwidth = ReadBandwidth()
     with usage_errors():
@@ -186,6 +186,7 @@ def measure_decode(
     step_bytes = bytes_a_step(llm, count)
     limit = count * read / step_bytes
     row = ours | {
+        "requests": count,
         "void": void,
         "read_bytes_per_s": read,
         "step_bytes": step_bytes,
@@ -237,8 +238,8 @@ def compare_pools(count: int, options: dict[str, Any], repeats: int) -> dict[str
     for name, pool in tokens.items():
         pages = -(-pool // page_size) + 1
         with usage_errors():
-            llm = LLM(FLAGS["model"].value, **options | dict(page_size=page_size, num_pages=pages))
-        if len(llm.engine.scheduler.groups) > 1:
+            llm = LLM(FLAGS.model, **options | dict(page_size=page_size, num_pages=pages))
+        if len(llm.engine.stats()["pages"]) > 1:
             raise UsageError("--num_pages_compare is for models of one page group; try another")
         runs[name] = lambda llm=llm: run_decode(llm, count)  # type: ignore[misc]
         runs[name]()  # warms up
@@ -259,29 +260,42 @@ def print_report(report: dict[str, Any]) -> None:
     about = report["machine"]
     print(f"{report['model']} on {about['device']}, {about['cores']} cores, jax {about['jax']}")
     if "pools" in report:
-        print(f"{'requests':>8} {'needed ms':>10} {'8192 ms':>10} {'ratio':>7} {'void':>5}")
+        print(table_line(["requests", "needed ms", "8192 ms", "ratio", "void"]))
         for row in report["pools"]:
-            needed, large = row["step_s"]["needed"] * 1e3, row["step_s"]["large"] * 1e3
+            steps = [shown(row["step_s"][name] * 1e3, ".2f") for name in ("needed", "large")]
             print(
-                f"{row['requests']:>8} {needed:>10.2f} {large:>10.2f} "
-                f"{row['ratio']:>7.3f} {row['void']:>5}"
+                table_line(
+                    [str(row["requests"]), *steps, shown(row["ratio"], ".3f"), str(row["void"])]
+                )
             )
         return
-    print(
-        f"{'requests':>8} {'decode tok/s':>12} {'output tok/s':>12} {'step ms':>8} {'step MB':>8} "
-        f"{'read GB/s':>9} {'of limit':>8} {'foreign':>8} {'void':>5} {'peer tok/s':>10} {'ratio':>6}"
-    )
+    heads = ("requests", "decode tok/s", "output tok/s", "step ms", "step MB", "read GB/s")
+    print(table_line([*heads, "of limit", "foreign", "void", "peer tok/s", "ratio"]))
     for row in report["decode"]:
-        foreign = row["foreign_cores"]
-        peer = row.get("peer")
-        print(
-            f"{row['requests']:>8} {row['decode_tokens_per_s']:>12.1f} "
-            f"{row['output_tokens_per_s']:>12.1f} {row['step_s'] * 1e3:>8.2f} "
-            f"{row['step_bytes'] / 1e6:>8.1f} {row['read_bytes_per_s'] / 1e9:>9.1f} "
-            f"{row['share_of_limit']:>8.0%} {'-' if foreign is None else f'{foreign:.2f}':>8} "
-            f"{row['void']:>5} {'-' if peer is None else f'{peer["decode_tokens_per_s"]:.1f}':>10} "
-            f"{'-' if peer is None else f'{row["ratio_to_peer"]:.2f}':>6}"
-        )
+        peer = row.get("peer", {})
+        cells = [
+            str(row["requests"]),
+            shown(row["decode_tokens_per_s"], ".1f"),
+            shown(row["output_tokens_per_s"], ".1f"),
+            shown(row["step_s"] * 1e3, ".2f"),
+            shown(row["step_bytes"] / 1e6, ".1f"),
+            shown(row["read_bytes_per_s"] / 1e9, ".1f"),
+            shown(row["share_of_limit"], ".0%"),
+            shown(row["foreign_cores"], ".2f"),
+            str(row["void"]),
+            shown(peer.get("decode_tokens_per_s"), ".1f"),
+            shown(row.get("ratio_to_peer"), ".2f"),
+        ]
+        print(table_line(cells))
+
+
+def table_line(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:>12}" for cell in cells)
+
+
+def shown(value: float | None, form: str) -> str:
+    """Returns the value as `form` writes it; a dash for what there is none of."""
+    return "-" if value is None else format(value, form)
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:

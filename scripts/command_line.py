@@ -23,6 +23,9 @@ ENGINE_OPTIONS = (
     "overlap",
 )
 
+# Legal in JSON, but many readers end a line at them.
+OTHER_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+
 
 class UsageError(Exception):
     """A wrong flag, file, field or model. Its text is one line: the fault and the remedy."""
@@ -74,10 +77,10 @@ def run_command(
         if rest:
             raise UsageError(f"{rest[0]!r} is not a flag; every argument is --name=value")
         main()
-    except (UsageError, flags.Error) as error:
-        one_line = " ".join(str(error).split())
-        print(f"{Path(argv[0]).stem}: {one_line}", file=sys.stderr)
-        sys.exit(2)
+    except flags.Error as error:
+        fail(argv[0], f"{error}; --help shows the flags")
+    except UsageError as error:
+        fail(argv[0], str(error))
     except BrokenPipeError:
         # The reader of our output has gone. Nothing may be flushed into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,6 +91,12 @@ def run_command(
     sys.exit(0)
 
 
+def fail(program: str, text: str) -> NoReturn:
+    """Ends the command with one line on stderr, whatever line ends `text` has."""
+    print(f"{Path(program).stem}: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
 @contextlib.contextmanager
 def usage_errors(prefix: str = "") -> Iterator[None]:
     """Turns the library's refusals of an input (ValueError, OSError) into UsageError."""
@@ -95,7 +104,7 @@ def usage_errors(prefix: str = "") -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise UsageError(f"{prefix}{error}") from error
 
 
@@ -127,7 +136,8 @@ def replaced_file(flag: str, path: str) -> Iterator[TextIO]:
 
 def to_json(value: Any) -> str:
     """Returns one line of JSON; NaN and infinities, which JSON has not, become null."""
-    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
+    return text.translate(OTHER_LINE_ENDS)
 
 
 def finite(value: Any) -> Any:

@@ -74,12 +74,12 @@ FLAGS = define_flags()
 
 
 def main() -> None:
-    model = FLAGS["model"].value
+    model = FLAGS.model
     options = given(FLAGS, ENGINE_OPTIONS)
-    output, report = FLAGS["output"].value, FLAGS["report"].value
+    output, report = FLAGS.output, FLAGS.report
     with usage_errors():
         EngineConfig(model=model, **options)
-    rows = read_rows(FLAGS["prompt"].value, FLAGS["input"].value, given(FLAGS, SAMPLING_FLAGS))
+    rows = read_rows(FLAGS.prompt, FLAGS.input, given(FLAGS, SAMPLING_FLAGS))
     with contextlib.ExitStack() as files:
         # Opened before the model, so that a wrong path costs no work.
         results = files.enter_context(replaced_file("output", output)) if output else None
@@ -97,7 +97,7 @@ def main() -> None:
         else:
             prompts, params = [row.prompt for row in rows], [row.params for row in rows]
             with usage_errors():
-                outputs = llm.generate(prompts, params, progress=FLAGS["progress"].value)
+                outputs = llm.generate(prompts, params, progress=FLAGS.progress)
             for index, (row, result) in enumerate(zip(rows, outputs, strict=True)):
                 results.write(to_json(result_row(index, row, result)) + "\n")
         figures = summarize(outputs, time.monotonic() - started - start_s)

@@ -3,6 +3,7 @@
 
 import json
 import sys
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +33,14 @@ def read_rows(prompts: list[str] | None, source: str | None, fields: dict[str, A
     if source is None:
         return [Row(checked_prompt(text, "--prompt"), params) for text in prompts or []]
     lines = read_lines(source)
+    name = "standard input" if source == "-" else source
     if not is_jsonl(source, lines):
         return [
-            Row(checked_prompt(line, f"{source} line {number}"), params)
+            Row(checked_prompt(line, f"{name} line {number}"), params)
             for number, line in enumerate(lines, start=1)
         ]
     return [
-        parse_row(line, fields, f"{source} line {number}")
+        parse_row(line, fields, f"{name} line {number}")
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -74,8 +76,11 @@ def parse_row(line: str, fields: dict[str, Any], where: str) -> Row:
     try:
         row = json.loads(line, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
+        fault = (
+            f"{error.msg}, column {error.colno}" if isinstance(error, JSONDecodeError) else error
+        )
         raise UsageError(
-            f'{where} is not valid JSON ({error}); write {{"prompt": "..."}} on one line'
+            f'{where} is not valid JSON ({fault}); write {{"prompt": "..."}} on one line'
         ) from error
     if not isinstance(row, dict) or "prompt" not in row:
         raise UsageError(f'{where} must be an object with "prompt": text or a list of ids')

@@ -47,7 +47,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     width = required(config, "hidden_size")
     head_width = config.get("head_dim") or width // heads
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported for llama; use silu")
+        raise ValueError(
+            f"hidden_act {config['hidden_act']!r} is not supported for llama; use silu"
+        )
     return ModelConfig(
         family="llama",
         vocab_size=required(config, "vocab_size"),

@@ -12,8 +12,8 @@ block, J pages of a row.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.pages import gather_pages
 from pallas_kernels.paged_attention.rows import Rows
+from pallas_kernels.pages import gather_pages
 
 # Cells a block: enough that a loop turn's fixed cost is small, few enough that short contexts do
 # not pay for long ones.
