@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from engine.batch import MAX_END_IDS
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.loop import Delta
 from engine.models.oracle import forward_jit
 from engine.request import Request, RequestOutput, SamplingParams
-from engine.state import MAX_END_IDS
 
 Prompt = str | Sequence[int]
 
@@ -31,12 +31,11 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         """`options` are the fields of EngineConfig; an unknown one is a TypeError."""
         self.config = EngineConfig(model=model, **options)
-        built = build_engine(self.config)
+        self.built = built = build_engine(self.config)
         self.engine = built.engine
         self.tokenizer = built.model.tokenizer
         self.model_config = built.model.config
         self.max_model_len = built.max_model_len
-        self._eos_ids = built.model.eos_ids
         self._random = random.Random(self.config.seed)
         self._next_id = 0
 
@@ -101,13 +100,13 @@ class LLM:
     def _submit(self, requests: list[tuple[Request, str | None]]) -> set[int]:
         """Queues all requests or none; returns their ids."""
         added: set[int] = set()
-        try:
-            for index, (request, text) in enumerate(requests):
+        for index, (request, text) in enumerate(requests):
+            try:
                 added.add(self.engine.add_request(request, text))
-        except ValueError as error:
-            for request_id in added:
-                self.engine.abort(request_id)
-            raise ValueError(f"prompt {index}: {error}") from None
+            except ValueError as error:
+                for request_id in added:
+                    self.engine.abort(request_id)
+                raise ValueError(f"prompt {index}: {error}") from None
         return added
 
     def _requests(
@@ -147,7 +146,7 @@ class LLM:
             )
         if params.max_tokens is not None:
             limit = min(limit, len(token_ids) + params.max_tokens)
-        end_ids = () if params.ignore_eos else self._eos_ids
+        end_ids = () if params.ignore_eos else self.built.model.eos_ids
         if len(end_ids) > MAX_END_IDS:
             raise ValueError(f"the model has {len(end_ids)} end tokens, at most {MAX_END_IDS} fit")
         seed = self._random.getrandbits(32) if params.seed is None else params.seed

@@ -51,7 +51,8 @@ class BatchShape:
 
     def layout(self, body: tuple[Group, ...]) -> list[dict[str, tuple[int, ...]]]:
         """Returns the fields of each row group of `body`, then those of the sampled rows."""
-        sampled = {"sample_index_S": (self.num_rows,), "sample_row_S": (self.num_rows,)}
+        rows: tuple[int, ...] = (self.num_rows,)
+        sampled = {"sample_index_S": rows, "sample_row_S": rows}
         return [*(self.fields(group) for group in body), sampled]
 
     def size(self, body: tuple[Group, ...]) -> int:

@@ -41,7 +41,9 @@ class Built:
     engine: Engine
     model: Model
     max_model_len: int
+    ladder: Ladder
     factory: ProgramFactory
+    store: ProgramStore
 
 
 def build_engine(config: EngineConfig) -> Built:
@@ -97,7 +99,7 @@ def build_engine(config: EngineConfig) -> Built:
         overlap=config.overlap,
     )
     report(model, layout, num_pages, max_model_len, programs_store)
-    return Built(engine, model, max_model_len, factory)
+    return Built(engine, model, max_model_len, ladder, factory, programs_store)
 
 
 def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype:
@@ -164,7 +166,9 @@ def default_pages(
     key = programs_store.key(program)
     known: dict[str, Any] = json.loads(memo.read_text()) if memo and memo.exists() else {}
     if key not in known:
-        known[key] = program.lower().compile().memory_analysis().temp_size_in_bytes
+        analysis = program.lower().compile().memory_analysis()
+        assert analysis is not None, "accelerators report a program's memory"
+        known[key] = analysis.temp_size_in_bytes
         if memo:
             memo.write_text(json.dumps(known))
     limit = device.memory_stats()["bytes_limit"] * config.memory_fraction

@@ -53,7 +53,7 @@ class KVLayout:
 
 def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype) -> KVLayout:
     """Returns the page groups of `config`: as many places as the rarest KV kind has layers."""
-    kinds = {window: [] for window in config.windows}
+    kinds: dict[int | None, list[int]] = {window: [] for window in config.windows}
     for layer, window in enumerate(config.windows):
         kinds[window].append(layer)
     places = min(len(layers) for layers in kinds.values())

@@ -46,9 +46,10 @@ def open_model(path: Path) -> Model:
     key = "general.architecture" if gguf else "model_type"
     name = checkpoint.config.get(key)
     family = next((family for family in FAMILIES if name in family.model_types), None)
-    reader = family and (family.from_gguf if gguf else family.from_hf)
+    readers = {f.name: f.from_gguf if gguf else f.from_hf for f in FAMILIES}
+    reader = readers[family.name] if family is not None else None
     if family is None or reader is None:
-        known = [t for f in FAMILIES if (f.from_gguf if gguf else f.from_hf) for t in f.model_types]
+        known = [t for f in FAMILIES if readers[f.name] is not None for t in f.model_types]
         raise ValueError(
             f"{path}: {key} {name!r} is not supported in a {checkpoint.kind} checkpoint; "
             f"supported are {', '.join(known)}"
@@ -108,7 +109,7 @@ def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stack
 
 def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool) -> Source:
     """Returns where the parameter at a tree path stands in the checkpoint."""
-    keys = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
+    keys: list[Any] = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
     if keys[0] != "segments":
         tensor, transform = names.outer[keys[0]]
         return Source((tensor,), transform, stack=False)

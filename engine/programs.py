@@ -9,6 +9,7 @@ start finds each one by that key and neither traces nor compiles.
 import concurrent.futures
 import dataclasses
 import hashlib
+import importlib.metadata
 import os
 import threading
 import time
@@ -26,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import pallas_kernels
 import sharding
 from engine.buckets import Group, Head, Ladder
-from engine.kv import KVLayout
+from engine.kv import KVLayout, Pool
 from engine.sampling import TOP_LOGPROBS, Logprobs
 from engine.state import State, empty_state
 from engine.step import Hidden, StepConfig, run_body, run_head, run_score
@@ -63,21 +64,21 @@ class ProgramFactory:
         self.stacked = stacked
         self.state = self._abstract_state()
 
-    def _array(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _array(self, shape: Sequence[int], dtype: Any) -> Any:
         replicated = NamedSharding(self.cfg.mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=replicated)
 
     def _abstract_state(self) -> State:
         cfg = self.cfg
         state = jax.eval_shape(self._empty_state)
-        place = cfg.rules.abstract(cfg.mesh, cfg.layout.pool_spec(self.num_pages))
+        spec = cfg.layout.pool_spec(self.num_pages)
+        pool: Pool
         if self.stacked:
-            stacked = cfg.layout.pool_spec(self.num_pages).stacked(cfg.layout.places)
-            pool = cfg.rules.abstract(cfg.mesh, stacked)
+            pool = cfg.rules.abstract(cfg.mesh, spec.stacked(cfg.layout.places))
         else:
-            pool = (place,) * cfg.layout.places
+            pool = (cfg.rules.abstract(cfg.mesh, spec),) * cfg.layout.places
         rest = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), state)
-        return rest.replace(pool=pool)
+        return dataclasses.replace(rest, pool=pool)
 
     def _empty_state(self) -> State:
         rows = self.cfg.shape.num_rows + 1
@@ -155,7 +156,7 @@ def source_fingerprint() -> str:
 def machine_fingerprint() -> str:
     """Returns what compiled code depends on beside its source: versions, flags and processor."""
     client = jax.devices()[0].client
-    parts = [jax.__version__, jax.lib.__version__, client.platform, client.platform_version]
+    parts = [jax.__version__, importlib.metadata.version("jaxlib"), client.platform, client.platform_version]
     parts += [device.device_kind for device in jax.devices()]
     parts.append(os.environ.get("XLA_FLAGS", ""))
     if client.platform == "cpu" and Path("/proc/cpuinfo").exists():

@@ -9,6 +9,7 @@ Letters: T tokens of all groups, B rows of a group, S sampled rows, R rows of th
 groups, J pages a row, W cells a page, D width.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -154,14 +155,15 @@ def advance(state: State, body: tuple[Group, ...], parts: list[dict[str, jax.Arr
         if group.kind == "decode":
             row_B = part["row_B"]
             step_B = jnp.where(state.finished_R[row_B], 0, 1).astype(jnp.int32)
-            state = state.replace(
+            state = dataclasses.replace(
+                state,
                 position_R=state.position_R.at[row_B].add(step_B),
                 length_GR=state.length_GR.at[:, row_B].add(step_B[None]),
             )
         elif group.kind == "chunk":
             state = settle(state, part)
     null_row = state.finished_R.shape[0] - 1
-    return state.replace(finished_R=state.finished_R.at[null_row].set(True))
+    return dataclasses.replace(state, finished_R=state.finished_R.at[null_row].set(True))
 
 
 def settle(state: State, part: dict[str, jax.Array]) -> State:
@@ -172,7 +174,8 @@ def settle(state: State, part: dict[str, jax.Array]) -> State:
         return jax.lax.bitcast_convert_type(part[name], dtype)
 
     count_B = part["count_B"]
-    return state.replace(
+    return dataclasses.replace(
+        state,
         position_R=state.position_R.at[row_B].set(part["start_B"] + count_B),
         length_GR=state.length_GR.at[:, row_B].set(part["cell_GB"] + count_B[None]),
         left_R=state.left_R.at[row_B].set(part["left_B"]),
@@ -216,7 +219,7 @@ def run_body(
             prompt_TD = jnp.pad(x_TD[first : first + count], ((0, pad), (0, 0)))
         first += count
     sampled_SD = x_TD.at[sampled["sample_index_S"]].get(mode="promise_in_bounds")
-    state = advance(state.replace(pool=pool), body, fields)
+    state = advance(dataclasses.replace(state, pool=pool), body, fields)
     return state, Hidden(sampled_SD, sampled["sample_row_S"], prompt_TD)
 
 
@@ -240,7 +243,8 @@ def run_head(
     left_B = state.left_R[row_B] - 1
     ended_B = jnp.any(token_B[:, None] == state.end_ids_RE[row_B], axis=1)
     finished_B = state.finished_R[row_B] | ended_B | (left_B <= 0)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         token_R=state.token_R.at[row_B].set(token_B),
         left_R=state.left_R.at[row_B].set(left_B),
         finished_R=state.finished_R.at[row_B].set(finished_B),

@@ -44,7 +44,7 @@ class Rules:
         return PartitionSpec(*mapped)
 
     def sharding(self, mesh: Mesh, spec: Spec) -> NamedSharding:
-        """Returns the sharding of `spec` on `mesh`; raises ValueError if an axis is not divisible."""
+        """Returns the sharding of `spec` on `mesh`; ValueError if an axis is not divisible."""
         partition = self.partition(spec.axes)
         for length, name, axis in zip(spec.shape, spec.axes, partition, strict=True):
             if axis and length % mesh.shape[axis]:

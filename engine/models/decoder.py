@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention import NO_WINDOW
 
 
 class LayerData(NamedTuple):
-    """What differs from layer to layer beside the weights: integers, or arrays of them in a scan."""
+    """What differs by layer beside the weights: integers, or arrays of them in a scan."""
 
     window: Any
     rope: Any
@@ -37,6 +37,11 @@ def layer_data(config: ModelConfig, groups: Any = None, places: Any = None) -> L
     windows = [NO_WINDOW if window is None else window for window in config.windows]
     rows = (windows, config.rope_of_layer, groups or zeros, places or zeros)
     return LayerData(*(np.array(row, np.int32) for row in rows))
+
+
+def segment_data(data: LayerData, run: range) -> LayerData:
+    """Returns the data of the layers of one segment."""
+    return LayerData(*(field[run.start : run.stop] for field in data))
 
 
 def map_layers(function, carry, segment: Any, data: LayerData):
@@ -109,8 +114,7 @@ def run_layers(
 
     carry = (x_TD, cache)
     for run, segment in zip(config.segments(), params["segments"], strict=True):
-        part = LayerData(*(field[run.start : run.stop] for field in data))
-        carry = map_layers(one, carry, segment, part)
+        carry = map_layers(one, carry, segment, segment_data(data, run))
     return carry
 
 

@@ -128,6 +128,7 @@ def unpermute(heads: int) -> Transform:
 
 def names(kind: str, config: ModelConfig) -> Names:
     """Returns the name table of a checkpoint kind."""
+    ignored: tuple[str, ...] = ()
     present = config.layer_specs(np.dtype(np.float32))
     if kind == "gguf":
         transforms = {"q": unpermute(config.query_heads), "k": unpermute(config.kv_heads)}
@@ -136,7 +137,7 @@ def names(kind: str, config: ModelConfig) -> Names:
             for name, tensor in GGUF_LAYERS.items()
         }
         outer = {"embedding": "token_embd.weight", "final_norm": "output_norm.weight"}
-        head, ignored = "output.weight", ("rope_freqs.weight",)
+        head, ignored = "output.weight", ("rope_freqs.weight",)  # the config's own rope says more
     else:
         layers = {
             name: (f"model.layers.{{layer}}.{tensor}", None)
@@ -144,7 +145,7 @@ def names(kind: str, config: ModelConfig) -> Names:
             if name in present
         }
         outer = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
-        head, ignored = "lm_head.weight", ()
+        head = "lm_head.weight"
     if not config.tied_embeddings:
         outer["head"] = head
     return Names({name: (tensor, None) for name, tensor in outer.items()}, layers, ignored)

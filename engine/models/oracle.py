@@ -17,6 +17,7 @@ from engine.models.decoder import (
     layer_data,
     map_layers,
     rope_tables,
+    segment_data,
 )
 
 
@@ -71,9 +72,7 @@ def forward(
     carry = (x_TD, hidden_LTD, jnp.int32(1))
     data = layer_data(config)
     for run, segment in zip(config.segments(), params["segments"], strict=True):
-        carry = map_layers(
-            one, carry, segment, type(data)(*(f[run.start : run.stop] for f in data))
-        )
+        carry = map_layers(one, carry, segment, segment_data(data, run))
     x_TD, hidden_LTD, _ = carry
     return head_logits(params, config, final_norm(params, config, x_TD)), hidden_LTD
 

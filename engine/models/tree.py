@@ -11,7 +11,7 @@ from engine.models.config import ModelConfig
 def parameter_specs(config: ModelConfig, dtype: np.dtype, *, stacked: bool) -> dict[str, Any]:
     """Returns the tree of `Spec` that the decoder's parameters follow."""
     layer = config.layer_specs(dtype)
-    segments = []
+    segments: list[Any] = []
     for run in config.segments():
         if stacked:
             segments.append({name: spec.stacked(len(run)) for name, spec in layer.items()})

@@ -67,7 +67,7 @@ def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> 
     """Returns mask_BTS: whether query t of row b sees the cell, by the rule of `Rows`."""
     index_T = jnp.arange(T, dtype=jnp.int32)
     own_BS = cell_BS - rows.start_B[:, None]  # this step's token in the cell, negative before it
-    if rows.depth_BT is None:
+    if rows.depth_BT is None or rows.ancestors_BT is None:
         distance_BTS = index_T[None, :, None] - own_BS[:, None, :]
         return (distance_BTS >= 0) & (distance_BTS < window)
     token_BS = jnp.clip(own_BS, 0, T - 1)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine a model for all tests here, and engines of other sizes on its compiled programs.
+
+Programs take most of a test's time. The pool that a scheduler hands out may be smaller than the
+one the programs were compiled for, and so may its token budget: small pools and odd chunks need
+no programs of their own.
+"""
+
+import functools
+import pathlib
+
+import numpy as np
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.loop import Engine
+from engine.models.oracle import forward_jit
+from engine.pages import PagePool
+from engine.request import Request
+from engine.scheduler import Scheduler
+from tests.fixtures import byte_tokenizer, write_tiny
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "golden"
+TINY_OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "num_pages": 600}
+
+
+@pytest.fixture(scope="session")
+def tiny(own_cache, tmp_path_factory) -> LLM:
+    """The TINY llama (F2) with a byte-level tokenizer: 64 rows, 64 tokens a step, context 128."""
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), tokenizer=byte_tokenizer())
+    return LLM(str(folder), **TINY_OPTIONS)
+
+
+@pytest.fixture(scope="session")
+def golden_llama(own_cache) -> LLM:
+    return LLM(str(GOLDEN / "tiny" / "llama"), max_num_seqs=4, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="session")
+def golden_gemma3(own_cache) -> LLM:
+    """Gemma 3: windows of 16 beside full attention, so four page groups in one pool."""
+    return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=4, max_num_batched_tokens=64)
+
+
+def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, max_model_len=None) -> Engine:
+    """Returns a fresh engine on `llm`'s programs, with a pool or token budget of its own."""
+    built = llm.built
+    layout, shape = built.factory.cfg.layout, built.factory.cfg.shape
+    scheduler = Scheduler(
+        max_num_seqs=shape.num_rows,
+        max_num_batched_tokens=budget or llm.config.max_num_batched_tokens,
+        page_size=layout.page_size,
+        max_model_len=max_model_len or llm.max_model_len,
+        groups=layout.groups,
+        pool=PagePool(num_pages or built.factory.num_pages, 1, len(layout.groups)),
+        ladder=built.ladder,
+    )
+    return Engine(
+        programs=built.engine.programs,
+        store=built.store,
+        params=built.engine.params,
+        scheduler=scheduler,
+        ladder=built.ladder,
+        shape=shape,
+        tokenizer=llm.tokenizer,
+        overlap=overlap,
+    )
+
+
+def run(llm: LLM, engine: Engine, jobs, check=None, most_steps=5000):
+    """Returns the outputs of `jobs` [(prompt ids, SamplingParams)] in order, all added at once."""
+    requests = [llm.make_request(prompt, params)[0] for prompt, params in jobs]
+    for request in requests:
+        engine.add_request(request)
+    outputs = {}
+    for _ in range(most_steps):
+        if not engine.has_work:
+            break
+        for delta in engine.step():
+            if delta.output is not None:
+                outputs[delta.request_id] = delta.output
+        if check is not None:
+            check(engine)
+    assert not engine.has_work, f"still at work after {most_steps} steps"
+    return [outputs[request.id] for request in requests]
+
+
+def greedy(max_tokens, **fields):
+    """Returns greedy parameters that run to the end of their tokens."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+class Oracle:
+    """Full recomputation of every token, no cache and no batch, one compiled length."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.length = llm.max_model_len
+
+    @functools.cache  # noqa: B019 - one oracle a session
+    def logits(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        """Returns float32 [len(token_ids), V]; later padding cannot be seen."""
+        padded = np.zeros(self.length, np.int32)
+        padded[: len(token_ids)] = token_ids
+        logits, _ = forward_jit(self.llm.engine.params, self.llm.model_config, padded)
+        return np.asarray(logits)[: len(token_ids)]
+
+    def logprobs(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        """Returns log-softmax of `logits` in float64."""
+        logits = self.logits(token_ids).astype(np.float64)
+        high = logits.max(axis=-1, keepdims=True)
+        return logits - high - np.log(np.exp(logits - high).sum(axis=-1, keepdims=True))
+
+    def check_greedy(self, prompt, output, *, margin=1e-3):
+        """Asserts that `output` is the greedy continuation, up to the first margin under `margin`.
+
+        Returns how many tokens were compared.
+        """
+        logits = self.logits((*prompt, *output))
+        for place, token in enumerate(output):
+            row = logits[len(prompt) + place - 1]
+            second, first = np.partition(row, -2)[-2:]
+            if first - second < margin:
+                return place
+            assert token == int(row.argmax()), f"token {place} of {output} after {prompt}"
+        return len(output)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny) -> Oracle:
+    return Oracle(tiny)
+
+
+def make_prompts(rng, count, low=1, high=60, vocabulary=300) -> list[list[int]]:
+    """Returns random prompts of `low` to `high` ids."""
+    return [
+        [int(i) for i in rng.integers(3, vocabulary, rng.integers(low, high + 1))]
+        for _ in range(count)
+    ]
+
+
+def request_of(llm: LLM, prompt, params) -> Request:
+    return llm.make_request(prompt, params)[0]
