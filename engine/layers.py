@@ -10,16 +10,16 @@ import jax.numpy as jnp
 Params = dict[str, jax.Array]
 
 
-def linear(x_TX: jax.Array, weight_YX: jax.Array, bias_Y: jax.Array | None = None) -> jax.Array:
-    """Returns y_TY = x @ weight^T + bias, accumulated in float32, in x's dtype.
+def linear(x_TD: jax.Array, weight_FD: jax.Array, bias_F: jax.Array | None = None) -> jax.Array:
+    """Returns y_TF = x @ weight^T + bias, accumulated in float32, in x's dtype; D, F: any widths.
 
     Contracting the last axis of both is the order XLA does well on CPU, and that of checkpoints.
     """
     axes = (((1,), (1,)), ((), ()))
-    y_TY = jax.lax.dot_general(x_TX, weight_YX, axes, preferred_element_type=jnp.float32)
-    if bias_Y is not None:
-        y_TY = y_TY + bias_Y.astype(jnp.float32)[None]
-    return y_TY.astype(x_TX.dtype)
+    y_TF = jax.lax.dot_general(x_TD, weight_FD, axes, preferred_element_type=jnp.float32)
+    if bias_F is not None:
+        y_TF = y_TF + bias_F.astype(jnp.float32)[None]
+    return y_TF.astype(x_TD.dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

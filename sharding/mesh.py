@@ -14,13 +14,15 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh
     """Returns a mesh over `devices` with all of AXES, those not given having size 1.
 
     `devices` defaults to as many of this process's devices as the sizes need. Raises ValueError
-    for an unknown axis, or when the sizes do not multiply to the number of devices.
+    for an unknown axis, a size below 1, or sizes that do not multiply to the number of devices.
     """
     if unknown := sorted(set(sizes) - set(AXES)):
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+    if small := [axis for axis, size in sizes.items() if size < 1]:
+        raise ValueError(f"mesh axis {small[0]!r} has size {sizes[small[0]]}; use 1 or more")
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     count = int(np.prod(shape))
-    devices = list(jax.local_devices() if devices is None else devices)[: count or None]
+    devices = list(jax.local_devices()[:count] if devices is None else devices)
     if count != len(devices):
         raise ValueError(
             f"mesh {dict(sizes)} needs {count} devices, {len(devices)} are there; "

@@ -9,6 +9,7 @@ import contextlib
 import pathlib
 import re
 import sys
+import threading
 
 # The letters that names may use. Within a function one letter is one length; a file that gives one
 # another meaning than this says so at its top.
@@ -16,7 +17,7 @@ GLOSSARY = {
     "B": "sequences",
     "T": "query tokens",
     "S": "key tokens",
-    "C": "choices: the likeliest tokens",
+    "C": "candidates: the likeliest tokens",
     "D": "width",
     "F": "feed-forward width",
     "N": "query heads",
@@ -25,7 +26,8 @@ GLOSSARY = {
     "H": "head width",
     "V": "vocabulary",
     "E": "experts",
-    "X": "experts a token",
+    "X": "inputs of a matrix, or experts a token",
+    "Y": "outputs of a matrix",
     "P": "pages",
     "W": "tokens a page",
     "L": "layers",
@@ -63,6 +65,8 @@ def shape_faults(function, variables):
 def checked_shapes():
     """Checks every project function that returns inside the block; raises AssertionError after it.
 
+    Threads that start inside the block are checked too: programs are traced in some.
+
     A profile hook that raises is taken out by Python at once, so faults are gathered until the end.
     """
     faults: dict[str, None] = {}
@@ -72,10 +76,12 @@ def checked_shapes():
             for fault in shape_faults(frame.f_code.co_qualname, frame.f_locals):
                 faults[fault] = None
 
-    before = sys.getprofile()
+    before, threads_before = sys.getprofile(), threading.getprofile()
     sys.setprofile(hook)
+    threading.setprofile(hook)
     try:
         yield
     finally:
         sys.setprofile(before)
+        threading.setprofile(threads_before)
     assert not faults, "shapes differ from names:\n" + "\n".join(faults)

@@ -25,7 +25,7 @@ FLOORS = [
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
-HOST_ONLY = [name for floor in FLOORS[1:5] for name in floor]
+HOST_ONLY = [*(name for floor in FLOORS[1:4] for name in floor), "engine.batch"]
 
 
 def module_name(path, root):

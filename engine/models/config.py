@@ -31,7 +31,7 @@ class Rope:
         """Returns the angle per position of each pair of coordinates, float64 [head_width / 2].
 
         llama3: Llama 3.1's long-context interpolation: low frequencies are divided by `factor`,
-        high ones kept, those between blended linearly in wavelength.
+        high ones kept, those between blended linearly in turns over the original context.
         """
         inverse = self.theta ** -(np.arange(0, head_width, 2, dtype=np.float64) / head_width)
         if self.kind == "default":

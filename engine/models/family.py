@@ -46,12 +46,17 @@ def rope_from_hf(config: Mapping[str, Any], parameters: Mapping[str, Any] | None
     """Returns the rope of a config, from `rope_parameters` (new) or the older top-level keys."""
     old = config.get("rope_scaling") or {}
     parameters = {"rope_theta": config.get("rope_theta"), **old, **(parameters or {})}
+    theta = float(parameters.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    factor = float(parameters.get("factor") or 1.0)
+    if kind != "llama3":
+        # Equal ropes compare equal: only what the kind reads is set.
+        return Rope(theta, kind, factor) if kind == "linear" else Rope(theta, kind)
     original = parameters.get("original_max_position_embeddings")
     return Rope(
-        theta=float(parameters.get("rope_theta") or 10000.0),
-        kind=kind,
-        factor=float(parameters.get("factor") or 1.0),
+        theta,
+        kind,
+        factor,
         low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
         high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
         original_max_position=int(original or config.get("max_position_embeddings") or 8192),

@@ -35,7 +35,7 @@ def paged_attention(
     """Returns the attention output [B, T, N, H] of `rows` over `pool` [P, K, W, 2H].
 
     The keys of this step are in the pool already. Softmax in float32; output in q's dtype.
-    Tokens beyond a row's count give finite values that mean nothing.
+    Tokens beyond a row's count give finite values that mean nothing; an idle row gives zeros.
     """
     B, T, N, H = q_BTNH.shape
     K, W = pool.shape[1:3]
@@ -51,8 +51,13 @@ def paged_attention(
         # Past the table's end there is nothing to see; the clamp only keeps the read inside.
         inside_BJ = jnp.minimum(page_BJ, rows.table_BJ.shape[1] - 1)
         k_BKSH, v_BKSH = gather_pages(pool, jnp.take_along_axis(rows.table_BJ, inside_BJ, axis=1))
-        cell_BS = (page_BJ[:, :, None] * W + jnp.arange(W, dtype=jnp.int32)).reshape(B, pages * W)
+        cell_BS = (page_BJ[:, :, None] * W + jnp.arange(W, dtype=jnp.int32)[None, None]).reshape(
+            B, pages * W
+        )
         mask_BTS = visible(cell_BS, rows, window, T)
+        # A weight of 0 does not silence NaN or infinity, which cells seen by nobody may hold.
+        seen_BS = mask_BTS.any(axis=1)
+        v_BKSH = jnp.where(seen_BS[:, None, :, None], v_BKSH, jnp.zeros((), v_BKSH.dtype))
         return accumulate(carry, q_BKXH, k_BKSH, v_BKSH, mask_BTS, softcap)
 
     zeros = jnp.zeros((B, K, N // K * T), jnp.float32)
@@ -64,19 +69,24 @@ def paged_attention(
 
 
 def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> jax.Array:
-    """Returns mask_BTS: whether query t of row b sees the cell, by the rule of `Rows`."""
+    """Returns mask_BTS: whether query t of row b sees the cell, by the rule of `Rows`.
+
+    Nobody sees a cell past the row's last, and an idle row sees none.
+    """
     index_T = jnp.arange(T, dtype=jnp.int32)
+    end_B = jnp.where(rows.count_B > 0, rows.start_B + rows.count_B, 0)
+    used_BS = cell_BS < end_B[:, None]
     own_BS = cell_BS - rows.start_B[:, None]  # this step's token in the cell, negative before it
     if rows.depth_BT is None or rows.ancestors_BT is None:
         distance_BTS = index_T[None, :, None] - own_BS[:, None, :]
-        return (distance_BTS >= 0) & (distance_BTS < window)
+        return used_BS[:, None, :] & (distance_BTS >= 0) & (distance_BTS < window)
     token_BS = jnp.clip(own_BS, 0, T - 1)
     new_BS = own_BS >= 0
     depth_BS = jnp.where(new_BS, jnp.take_along_axis(rows.depth_BT, token_BS, axis=1), own_BS)
     near_BTS = rows.depth_BT[:, :, None] - depth_BS[:, None, :] < window
     bit_BTS = (rows.ancestors_BT[:, :, None] >> token_BS[:, None, :]) & 1
-    related_BTS = ~new_BS[:, None, :] | ((bit_BTS == 1) & (own_BS < T)[:, None, :])
-    return near_BTS & related_BTS
+    related_BTS = ~new_BS[:, None, :] | (bit_BTS == 1)
+    return used_BS[:, None, :] & near_BTS & related_BTS
 
 
 def accumulate(carry, q_BKXH, k_BKSH, v_BKSH, mask_BTS, softcap):

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 BUFFER_BYTES = 512 * 10**6
-# /proc/stat's columns that are work: user, nice, system, irq, softirq. Guests count as users.
-BUSY_COLUMNS = (0, 1, 2, 5, 6)
+# /proc/stat's columns that are work: user, nice, system, irq, softirq, and what the host's other
+# machines stole. Guests count as users.
+BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
 
 
 class ReadBandwidth:

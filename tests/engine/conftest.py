@@ -6,6 +6,7 @@ one the programs were compiled for, and so may its token budget: small pools and
 no programs of their own.
 """
 
+import copy
 import functools
 import pathlib
 
@@ -42,25 +43,28 @@ def golden_gemma3(own_cache) -> LLM:
     return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=4, max_num_batched_tokens=64)
 
 
-def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, max_model_len=None) -> Engine:
+def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True) -> Engine:
     """Returns a fresh engine on `llm`'s programs, with a pool or token budget of its own."""
     built = llm.built
     layout, shape = built.factory.cfg.layout, built.factory.cfg.shape
+    budget = budget or llm.config.max_num_batched_tokens
+    ladder = copy.copy(built.ladder)
+    ladder.rows = min(ladder.rows, budget)  # each running row needs a token of the budget
     scheduler = Scheduler(
         max_num_seqs=shape.num_rows,
-        max_num_batched_tokens=budget or llm.config.max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         page_size=layout.page_size,
-        max_model_len=max_model_len or llm.max_model_len,
+        max_model_len=llm.built.max_model_len,
         groups=layout.groups,
         pool=PagePool(num_pages or built.factory.num_pages, 1, len(layout.groups)),
-        ladder=built.ladder,
+        ladder=ladder,
     )
     return Engine(
         programs=built.engine.programs,
         store=built.store,
         params=built.engine.params,
         scheduler=scheduler,
-        ladder=built.ladder,
+        ladder=ladder,
         shape=shape,
         tokenizer=llm.tokenizer,
         overlap=overlap,
