@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(BIN)/python -m scripts.generate --model=smollm2-135m --max_tokens=48 --temperature=0 \
+	  --max_num_seqs=4 --max_num_batched_tokens=64 --max_model_len=2048 \
 	  --prompt="The capital of France is" \
 	  --prompt="Water boils when" \
 	  --prompt="Once upon a time, a small robot"

@@ -162,11 +162,11 @@ class Engine:
         packed = pack(plan, self._shape, self.scheduler.tables, self.scheduler.lengths)
         body = self.programs.bodies[plan.body]
         self.state, hidden = body(self.params, self.state, packed)
-        scored = self._score(plan, hidden.prompt_TD)
+        scored = self._score(plan, hidden.prompt_CD)
         if not plan.sampled:
             return Pending(plan, None, None, scored)
         head = self.programs.heads[self._head(plan)]
-        hidden = hidden._replace(prompt_TD=None)
+        hidden = hidden._replace(prompt_CD=None)
         self.state, (tokens, logprobs) = head(self.params, self.state, hidden)
         tokens.copy_to_host_async()
         return Pending(plan, tokens, logprobs, scored)
@@ -181,7 +181,7 @@ class Engine:
             kind = "greedy"
         return next(head for head in self._heads[kind] if head.rows >= len(params))
 
-    def _score(self, plan: Plan, prompt_TD: jax.Array | None) -> list[Scored]:
+    def _score(self, plan: Plan, prompt_CD: jax.Array | None) -> list[Scored]:
         """Dispatches the score head over the prompt positions that the plan wants."""
         width = plan.body[0].width
         wanted = [
@@ -196,7 +196,7 @@ class Engine:
             rows = np.zeros((2, head.rows), np.int32)
             for index, (request, position, hidden_row) in enumerate(part):
                 rows[:, index] = hidden_row, request.prompt_token_ids[position + 1]
-            logprobs = self.programs.heads[head](self.params, prompt_TD, rows)
+            logprobs = self.programs.heads[head](self.params, prompt_CD, rows)
             calls.append(Scored([(request, position) for request, position, _ in part], logprobs))
         return calls
 

@@ -90,7 +90,7 @@ class ProgramFactory:
         return Hidden(
             sampled_SD=self._array((S, D), dtype),
             row_S=self._array((S,), jnp.int32),
-            prompt_TD=self._array((self.cfg.score_tokens, D), dtype) if prompt else None,
+            prompt_CD=self._array((self.cfg.score_tokens, D), dtype) if prompt else None,
         )
 
     def _logprobs(self, rows: int) -> Logprobs:
@@ -123,7 +123,7 @@ class ProgramFactory:
         """Returns a head program; the score head reads the hidden rows of prompt chunks."""
         name = f"head {head.kind}{head.rows}"
         if head.kind == "score":
-            hidden = self._hidden(prompt=True).prompt_TD
+            hidden = self._hidden(prompt=True).prompt_CD
             wanted = self._array((2, head.rows), jnp.int32)
             function = partial(run_score, cfg=self.cfg)
             arguments = (self.params, hidden, wanted)
@@ -156,7 +156,12 @@ def source_fingerprint() -> str:
 def machine_fingerprint() -> str:
     """Returns what compiled code depends on beside its source: versions, flags and processor."""
     client = jax.devices()[0].client
-    parts = [jax.__version__, importlib.metadata.version("jaxlib"), client.platform, client.platform_version]
+    parts = [
+        jax.__version__,
+        importlib.metadata.version("jaxlib"),
+        client.platform,
+        client.platform_version,
+    ]
     parts += [device.device_kind for device in jax.devices()]
     parts.append(os.environ.get("XLA_FLAGS", ""))
     if client.platform == "cpu" and Path("/proc/cpuinfo").exists():

@@ -5,8 +5,9 @@ The body turns the tokens of all row groups into final hidden rows and writes th
 turns hidden rows into logits, tokens and log-probabilities. Dense layers see the tokens of all
 groups together, so a mixed step reads the weights once; attention runs group by group.
 
-Letters: T tokens of all groups, B rows of a group, S sampled rows, R rows of the state, G page
-groups, J pages a row, W cells a page, D width.
+Letters: T tokens of a step or of one group's rows, flat; B rows of a group, U tokens a row; C tokens
+of a chunk group, padded to one shape; S sampled rows, R rows of the state, G page groups, J pages a
+row, W cells a page, D width.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class Hidden(NamedTuple):
 
     sampled_SD: jax.Array
     row_S: jax.Array
-    prompt_TD: jax.Array | None
+    prompt_CD: jax.Array | None
 
 
 class Tokens(NamedTuple):
@@ -87,12 +88,12 @@ def wide_tokens(group: Group, part: dict[str, jax.Array]) -> Tokens:
 
 def page_of_cells(tokens: Tokens, group: Group, page_size: int) -> jax.Array:
     """Returns page_GT, the page that each token's KV is written to; the null page if idle."""
-    index_GBT = (tokens.cell_GT // page_size).reshape(-1, group.rows, group.width)
+    index_GBU = (tokens.cell_GT // page_size).reshape(-1, group.rows, group.width)
     J = tokens.rows_G.table_BJ.shape[-1]
-    page_GBT = jnp.take_along_axis(
-        tokens.rows_G.table_BJ, jnp.clip(index_GBT, 0, J - 1), axis=2, mode="promise_in_bounds"
+    page_GBU = jnp.take_along_axis(
+        tokens.rows_G.table_BJ, jnp.clip(index_GBU, 0, J - 1), axis=2, mode="promise_in_bounds"
     )
-    page_GT = page_GBT.reshape(tokens.cell_GT.shape)
+    page_GT = page_GBU.reshape(tokens.cell_GT.shape)
     return jnp.where(tokens.valid_T[None], page_GT, NULL_PAGE)
 
 
@@ -114,16 +115,16 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
         first, outputs = 0, []
         for group, rows in zip(body, group_rows, strict=True):
             count = group.rows * group.width
-            q_BTNH = q_TNH[first : first + count].reshape(group.rows, group.width, *q_TNH.shape[1:])
-            out_BTNH = paged_attention(
-                q_BTNH,
+            q_BUNH = q_TNH[first : first + count].reshape(group.rows, group.width, *q_TNH.shape[1:])
+            out_BUNH = paged_attention(
+                q_BUNH,
                 array,
                 rows,
                 window,
                 scale=cfg.model.attention_scale,
                 softcap=cfg.model.attention_softcap,
             )
-            outputs.append(out_BTNH.reshape(count, *q_TNH.shape[1:]))
+            outputs.append(out_BUNH.reshape(count, *q_TNH.shape[1:]))
             first += count
         return array, jnp.concatenate(outputs)
 
@@ -210,17 +211,17 @@ def run_body(
         data=layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer),
     )
     x_TD = final_norm(params, cfg.model, x_TD)
-    prompt_TD, first = None, 0
+    prompt_CD, first = None, 0
     for group in body:
         count = group.rows * group.width
         if group.kind != "decode":
             # One shape for the score head, whatever chunk group ran.
             pad = max(0, cfg.score_tokens - count)
-            prompt_TD = jnp.pad(x_TD[first : first + count], ((0, pad), (0, 0)))
+            prompt_CD = jnp.pad(x_TD[first : first + count], ((0, pad), (0, 0)))
         first += count
     sampled_SD = x_TD.at[sampled["sample_index_S"]].get(mode="promise_in_bounds")
     state = advance(dataclasses.replace(state, pool=pool), body, fields)
-    return state, Hidden(sampled_SD, sampled["sample_row_S"], prompt_TD)
+    return state, Hidden(sampled_SD, sampled["sample_row_S"], prompt_CD)
 
 
 def run_head(
@@ -265,8 +266,8 @@ def sampling_rows(state: State, row_B: jax.Array) -> SamplingRows:
 
 
 def run_score(
-    params: Params, prompt_TD: jax.Array, wanted_2S: jax.Array, *, cfg: StepConfig
+    params: Params, prompt_CD: jax.Array, wanted_2S: jax.Array, *, cfg: StepConfig
 ) -> Logprobs:
     """Returns the log-probabilities of tokens wanted_2S[1] after the rows wanted_2S[0]."""
-    hidden_SD = prompt_TD.at[wanted_2S[0]].get(mode="promise_in_bounds")
+    hidden_SD = prompt_CD.at[wanted_2S[0]].get(mode="promise_in_bounds")
     return logprobs_of(head_logits(params, cfg.model, hidden_SD), wanted_2S[1])

@@ -34,13 +34,13 @@ def tiny(own_cache, tmp_path_factory) -> LLM:
 
 @pytest.fixture(scope="session")
 def golden_llama(own_cache) -> LLM:
-    return LLM(str(GOLDEN / "tiny" / "llama"), max_num_seqs=4, max_num_batched_tokens=64)
+    return LLM(str(GOLDEN / "tiny" / "llama"), max_num_seqs=2, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="session")
 def golden_gemma3(own_cache) -> LLM:
     """Gemma 3: windows of 16 beside full attention, so four page groups in one pool."""
-    return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=4, max_num_batched_tokens=64)
+    return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=2, max_num_batched_tokens=64)
 
 
 def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True) -> Engine:

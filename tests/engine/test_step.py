@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from engine.build import abstract_parameters
+from engine.batch import BatchShape
 from engine.buckets import Group
+from engine.build import abstract_parameters
 from engine.kv import kv_layout
 from engine.models.config import ModelConfig, Rope
 from engine.models.oracle import forward_jit
 from engine.models.tree import parameter_specs
-from engine.batch import BatchShape
 from engine.programs import ProgramFactory
 from engine.step import StepConfig
 from sharding import TENSOR_PARALLEL, Spec, make_mesh
@@ -72,7 +72,7 @@ class Steps:
         """Returns the pages of a row by group [G, J]: every row and group has its own, shuffled."""
         G = len(self.layout.groups)
         numbers = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES))
-        per_row = (NUM_PAGES - 1) // (ROWS * G)
+        per_row = min(PAGES_A_ROW, (NUM_PAGES - 1) // (ROWS * G))
         first = row * G * per_row
         table = np.zeros((G, PAGES_A_ROW), np.int32)
         for group in range(G):
@@ -147,9 +147,7 @@ def prefill(steps, row, tokens):
 
 def decode(steps, row, token, table=None):
     """Returns the logits after one decode of `token` in `row`."""
-    steps.state = dataclasses.replace(
-        steps.state, token_R=steps.state.token_R.at[row].set(token)
-    )
+    steps.state = dataclasses.replace(steps.state, token_R=steps.state.token_R.at[row].set(token))
 
     def fill(parts, sampled):
         parts[0]["row_B"][0] = row
@@ -259,7 +257,7 @@ def test_a_tree_row_in_a_mixed_step_equals_forwards_along_its_paths(full):
     np.testing.assert_allclose(beside[0], full.oracle(prompt)[-1], atol=2e-5)
     np.testing.assert_allclose(beside[1], full.oracle([*other, 11])[-1], atol=2e-5)
     # The chunk group's hidden rows come out for scoring; the tree's are the last wide group's.
-    logits = full.logits(hidden.prompt_TD)[TREE.width : 2 * TREE.width]
+    logits = full.logits(hidden.prompt_CD)[TREE.width : 2 * TREE.width]
     for node in range(5):
         path = [tree[n] for n in path_to(node)]
         expected = full.oracle([*context, *path])[-1]

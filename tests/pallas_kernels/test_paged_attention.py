@@ -42,7 +42,7 @@ class Case:
 DECODE = {"starts": (0, 1, 7, 26), "counts": (1, 1, 1, 1)}
 CHUNK = {"starts": (0, 3, 8, 22), "counts": (5, 4, 5, 1), "width": 5}
 TREE = {"starts": (0, 3, 8, 26), "counts": (5, 5, 5, 5), "width": 5, "tree": True}
-WIDE = {"heads": (3, 1), "head_width": 64, "softcap": 3.0, "windows": (5, NO_WINDOW)}
+WIDE = {"heads": (6, 2), "head_width": 64, "softcap": 3.0, "windows": (5, NO_WINDOW)}
 WINDOWS = (1, 3, 4, 9, 100, NO_WINDOW)  # cells: within a page, over some, more than there are
 
 # Cases of equal static values share a program: compiling is nearly all of the time.

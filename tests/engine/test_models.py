@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ropes follow their formulas, and a config says the same in old keys, new keys and GGUF."""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.layers import rotate
+from engine.models import gemma3, llama
+from engine.models.config import Rope
+from engine.models.decoder import rope_tables
+from engine.models.oracle import forward
+from engine.models.tree import parameter_specs
+from sharding import Spec
+
+TINY = pathlib.Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny"
+LLAMA, GEMMA3 = (json.loads((TINY / n / "config.json").read_text()) for n in ("llama", "gemma3"))
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def llama3_frequency(rope, frequency):
+    """The rule of Llama 3.1, frequency by frequency, in terms of wavelengths."""
+    wavelength = 2 * math.pi / frequency
+    turns = rope.original_max_position / wavelength
+    if turns < rope.low_freq_factor:
+        return frequency / rope.factor
+    if turns > rope.high_freq_factor:
+        return frequency
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - smooth) * frequency / rope.factor + smooth * frequency
+
+
+FORMULAS = {
+    "default": lambda rope, frequency: frequency,
+    "linear": lambda rope, frequency: frequency / rope.factor,
+    "llama3": llama3_frequency,
+}
+ROPES = {
+    "default": Rope(10000.0),
+    "linear": Rope(1e6, "linear", factor=8.0),
+    "llama3": Rope(5e5, "llama3", factor=8.0, original_max_position=8192),
+    "llama3, other factors": Rope(5e5, "llama3", 32.0, 2.0, 8.0, original_max_position=256),
+    "llama3, tiny llama": llama.from_hf(LLAMA).ropes[0],
+}
+
+
+@pytest.mark.parametrize("head_width", [16, 64, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_inverse_frequencies_follow_the_formulas(name, head_width):
+    rope = ROPES[name]
+    want = [
+        FORMULAS[rope.kind](rope, rope.theta ** (-2 * i / head_width))
+        for i in range(head_width // 2)
+    ]
+    np.testing.assert_allclose(rope.inverse_frequencies(head_width), want, rtol=1e-14)
+
+
+def test_the_tiny_llama_has_frequencies_kept_blended_and_divided():
+    rope = llama.from_hf(LLAMA).ropes[0]
+    plain = Rope(rope.theta).inverse_frequencies(16)
+    ratio = rope.inverse_frequencies(16) / plain
+    assert ratio[0] == 1 and ratio[-1] == 1 / 8 and ((ratio > 1 / 8) & (ratio < 1)).any()
+
+
+def test_rotated_heads_equal_complex_products_of_each_rope(shape_suffixes):
+    config = gemma3.from_hf(GEMMA3)
+    position_T = np.array([0, 1, 2, 100, 255, 4095], np.int32)
+    x_TNH = np.random.default_rng(0).standard_normal((6, 3, 32)).astype(np.float32)
+    cos, sin = rope_tables(config, jnp.asarray(position_T))
+    for index, rope in enumerate(config.ropes):
+        got = np.asarray(rotate(jnp.asarray(x_TNH), cos[index], sin[index]))
+        pairs = x_TNH[..., :16] + 1j * x_TNH[..., 16:].astype(np.float64)
+        angles = position_T[:, None].astype(np.float64) * rope.inverse_frequencies(32)
+        turned = pairs * np.exp(1j * angles)[:, None]
+        want = np.concatenate([turned.real, turned.imag], axis=-1)
+        # Angles are float32: half a unit in the last place of 4095, times heads of at most 5.
+        np.testing.assert_allclose(got, want, atol=5 * 4096 * 2**-23)
+        np.testing.assert_allclose(got[:3], want[:3], atol=1e-5)
+
+
+def test_llama_config_in_old_and_new_keys():
+    new = llama.from_hf(LLAMA)
+    rope = dict(LLAMA["rope_parameters"])
+    old = without(LLAMA, "rope_parameters") | {"rope_theta": rope.pop("rope_theta")}
+    assert llama.from_hf(old | {"rope_scaling": rope}) == new
+    older = without(rope, "rope_type") | {"type": rope["rope_type"]}
+    assert llama.from_hf(old | {"rope_scaling": older}) == new
+    assert new.ropes == (Rope(5e5, "llama3", 8.0, 1.0, 4.0, 32),)
+    assert llama.from_hf(old | {"rope_scaling": None}).ropes == (Rope(5e5),)
+    sizes = (
+        new.width,
+        new.ffn_width,
+        new.num_layers,
+        new.query_heads,
+        new.kv_heads,
+        new.head_width,
+    )
+    assert sizes == (64, 128, 3, 4, 2, 16)
+    assert new.windows == (None,) * 3 and new.attention_scale == 0.25 and not new.tied_embeddings
+    assert (new.bos_id, new.eos_ids, new.norm_eps) == (1, (2,), 1e-5)
+
+
+def test_gemma3_config_in_old_and_new_keys():
+    new = gemma3.from_hf(GEMMA3)
+    old = without(GEMMA3, "rope_parameters", "layer_types", "_sliding_window_pattern") | {
+        "sliding_window_pattern": 3,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    assert gemma3.from_hf(old) == new
+    assert new.ropes == (Rope(1e6, "linear", 8.0), Rope(10000.0))
+    assert new.rope_of_layer == (1, 1, 0, 1) and new.windows == (16, 16, None, 16)
+    assert new.embedding_scale == 8 and new.attention_scale == 32**-0.5
+    assert new.qk_norm and new.post_norms and new.tied_embeddings
+    unscaled = gemma3.from_hf(without(old, "rope_scaling", "rope_theta", "rope_local_base_freq"))
+    assert unscaled.ropes == (Rope(1e6), Rope(10000.0))
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_a_rope_that_is_not_supported_is_named(key):
+    message = "rope type 'yarn' is not supported; use a checkpoint with one of default, linear"
+    scaling = {key: "yarn", "factor": 4.0}
+    with pytest.raises(ValueError, match=message):
+        llama.from_hf(without(LLAMA, "rope_parameters") | {"rope_scaling": scaling})
+    nested = GEMMA3["rope_parameters"] | {"full_attention": scaling}
+    with pytest.raises(ValueError, match=message):
+        gemma3.from_hf(GEMMA3 | {"rope_parameters": nested})
+
+
+@pytest.mark.parametrize(
+    "read, config, message",
+    [
+        (llama.from_hf, without(LLAMA, "hidden_size"), "config has no 'hidden_size'"),
+        (gemma3.from_hf, without(GEMMA3, "sliding_window"), "config has no 'sliding_window'"),
+        (llama.from_hf, LLAMA | {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        (llama.from_hf, LLAMA | {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV"),
+        (gemma3.from_hf, GEMMA3 | {"num_hidden_layers": 5}, "for each of 5 layers"),
+        (gemma3.from_hf, GEMMA3 | {"use_bidirectional_attention": True}, "a decoder is causal"),
+        (llama.from_gguf, {"llama.block_count": 2}, "config has no 'llama.attention.head_count'"),
+    ],
+)
+def test_a_config_that_cannot_be_built_says_why(read, config, message):
+    with pytest.raises(ValueError, match=message):
+        read(config)
+
+
+GGUF = {
+    "general.architecture": "llama",
+    "llama.block_count": 3,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.key_length": 16,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.context_length": 256,
+    "llama.rope.freq_base": 5e5,
+    "llama.vocab_size": 320,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def test_gguf_config_is_that_of_the_same_model_in_hugging_face_keys():
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    same = llama.from_hf(LLAMA | {"rope_parameters": rope, "tie_word_embeddings": True})
+    assert llama.from_gguf(GGUF) == same
+    tokens = without(GGUF, "llama.vocab_size") | {"tokenizer.ggml.tokens": ["x"] * 320}
+    assert llama.from_gguf(tokens) == same
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    assert llama.from_gguf(GGUF | scaling).ropes == (Rope(5e5, "linear", 4.0),)
+    bare = without(GGUF, "llama.attention.head_count_kv", "llama.attention.key_length")
+    assert llama.from_gguf(bare).kv_heads == 4 and llama.from_gguf(bare).head_width == 16
+    with pytest.raises(ValueError, match="GGUF rope scaling 'yarn' is not supported"):
+        llama.from_gguf(GGUF | {"llama.rope.scaling.type": "yarn"})
+
+
+def gguf_rows(heads, head_width):
+    """Returns, for each row of q or k in a GGUF file, which row of the original it is."""
+    half = head_width // 2
+    pairs = [(i, i + half) for i in range(half)]
+    return [head * head_width + row for head in range(heads) for pair in pairs for row in pair]
+
+
+@pytest.mark.parametrize("heads, head_width", [(4, 16), (2, 16), (1, 6)])
+def test_unpermute_gives_the_original_rows_back(heads, head_width):
+    weight = np.random.default_rng(0).standard_normal((heads * head_width, 5))
+    stored = weight[gguf_rows(heads, head_width)]
+    np.testing.assert_array_equal(llama.unpermute(heads)(stored), weight)
+
+
+def test_gguf_q_and_k_are_unpermuted_by_their_own_heads():
+    layers = llama.names("gguf", llama.from_gguf(GGUF)).layers
+    for name, heads in (("q", 4), ("k", 2)):
+        rows = np.arange(heads * 16)[:, None]
+        np.testing.assert_array_equal(layers[name][1](rows[gguf_rows(heads, 16)]), rows)
+    assert {name for name, (_, transform) in layers.items() if transform} == {"q", "k"}
+
+
+@pytest.mark.parametrize(
+    "family, kind, config",
+    [
+        (llama, "huggingface", llama.from_hf(LLAMA)),
+        (llama, "huggingface", llama.from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})),
+        (llama, "huggingface", llama.from_hf(LLAMA | {"tie_word_embeddings": True})),
+        (llama, "gguf", llama.from_gguf(GGUF)),
+        (llama, "gguf", dataclasses.replace(llama.from_gguf(GGUF), tied_embeddings=False)),
+        (gemma3, "huggingface", gemma3.from_hf(GEMMA3)),
+        (gemma3, "huggingface", gemma3.from_hf(GEMMA3 | {"tie_word_embeddings": False})),
+    ],
+)
+def test_every_parameter_has_one_tensor(family, kind, config):
+    names = family.names(kind, config)
+    assert set(names.layers) == set(config.layer_specs(np.dtype(np.float32)))
+    assert set(names.outer) == set(config.outer_specs(np.dtype(np.float32)))
+    tensors = [tensor for tensor, _ in [*names.outer.values(), *names.layers.values()]]
+    assert len(set(tensors)) == len(tensors)
+    assert all("{layer}" in tensor for tensor, _ in names.layers.values())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    "config", [llama.from_hf(LLAMA), gemma3.from_hf(GEMMA3)], ids=["llama", "gemma3"]
+)
+def test_names_in_the_decoder_state_the_shapes(config, stacked, dtype, shape_suffixes):
+    specs = parameter_specs(config, np.dtype(dtype), stacked=stacked)
+    is_spec = {"is_leaf": lambda leaf: isinstance(leaf, Spec)}
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, **is_spec)
+    for tokens in (7, 1):
+        token_T = jax.ShapeDtypeStruct((tokens,), np.int32)
+        logits, hidden = jax.eval_shape(lambda p, t: forward(p, config, t), params, token_T)
+        assert logits.shape == (tokens, 320) and logits.dtype == np.float32
+        assert hidden.shape == (config.num_layers + 1, tokens, 64) and hidden.dtype == dtype
