@@ -5,9 +5,9 @@ The body turns the tokens of all row groups into final hidden rows and writes th
 turns hidden rows into logits, tokens and log-probabilities. Dense layers see the tokens of all
 groups together, so a mixed step reads the weights once; attention runs group by group.
 
-Letters: T tokens of a step or of one group's rows, flat; B rows of a group, U tokens a row; C tokens
-of a chunk group, padded to one shape; S sampled rows, R rows of the state, G page groups, J pages a
-row, W cells a page, D width.
+Letters: T tokens of a step or of one group's rows, flat; B rows of a group, U tokens a row; C
+tokens of a chunk group, padded to one shape; S sampled rows, R rows of the state, G page groups,
+J pages a row, W cells a page, D width.
 """
 
 import dataclasses

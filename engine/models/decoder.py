@@ -126,12 +126,12 @@ def final_norm(params: Params, config: ModelConfig, x_TD: jax.Array) -> jax.Arra
 def head_logits(params: Params, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:
     """Returns float32 logits_TV of final hidden rows."""
     weight = params["embedding" if config.tied_embeddings else "head"]
-    T = hidden_TD.shape[0]
+    T, rows = hidden_TD.shape[0], hidden_TD
     if T == 1 and hidden_TD.dtype != jnp.float32:
         # XLA's CPU backend expands a narrow matrix for a single row; two rows take the fast path.
-        hidden_TD = jnp.concatenate([hidden_TD, hidden_TD])
+        rows = jnp.concatenate([hidden_TD, hidden_TD])
     logits_TV = jax.lax.dot_general(
-        hidden_TD, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )[:T]
     if config.logit_softcap is not None:
         logits_TV = config.logit_softcap * jnp.tanh(logits_TV / config.logit_softcap)

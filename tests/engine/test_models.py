@@ -64,10 +64,9 @@ def test_inverse_frequencies_follow_the_formulas(name, head_width):
     np.testing.assert_allclose(rope.inverse_frequencies(head_width), want, rtol=1e-14)
 
 
-def test_the_tiny_llama_has_frequencies_kept_blended_and_divided():
-    rope = llama.from_hf(LLAMA).ropes[0]
-    plain = Rope(rope.theta).inverse_frequencies(16)
-    ratio = rope.inverse_frequencies(16) / plain
+def test_llama3_keeps_blends_and_divides():
+    rope = ROPES["llama3"]
+    ratio = rope.inverse_frequencies(64) / Rope(rope.theta).inverse_frequencies(64)
     assert ratio[0] == 1 and ratio[-1] == 1 / 8 and ((ratio > 1 / 8) & (ratio < 1)).any()
 
 

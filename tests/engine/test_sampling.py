@@ -212,7 +212,7 @@ def test_temperature_zero_tiny_temperatures_and_top_k_1_give_the_argmax():
     """CASES S-06."""
     row = np.random.default_rng(4).uniform(-60, 50, V).astype(np.float32)
     row[[17, 5, 200, 9]] = 60, 59.5, -60, -np.inf
-    temperatures = [0, 1e-40, 1e-38, 1e-30, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3]
+    temperatures = [0, 1e-40, 2e-38, 1e-30, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3]
     temperature = np.resize(temperatures, ROWS)
     keys = {"seed": np.arange(ROWS), "position": np.arange(ROWS) // 3}
     for k, p in LIMITS:

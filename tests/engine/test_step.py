@@ -20,6 +20,7 @@ from sharding import TENSOR_PARALLEL, Spec, make_mesh
 
 W = 16  # cells a page
 ROWS, PAGES_A_ROW, NUM_PAGES = 4, 8, 40
+ORACLE_LENGTH = 96
 CHUNK, TREE, DECODE = Group("chunk", 2, 48), Group("tree", 2, 5), Group("decode", 2, 1)
 
 
@@ -95,9 +96,16 @@ class Steps:
     def logits(self, hidden_TD):
         return np.asarray(hidden_TD) @ np.asarray(self.plain["head"]).T
 
-    def oracle(self, tokens, **options):
-        tokens = np.asarray(tokens, np.int32)
-        return np.asarray(forward_jit(self.plain, self.config, tokens, **options)[0])
+    def oracle(self, tokens, mask_TT=None):
+        """Returns logits [T, V] of a whole sequence; padded, so that one length is compiled."""
+        T = len(tokens)
+        padded = np.zeros(ORACLE_LENGTH, np.int32)
+        padded[:T] = tokens
+        whole = np.tril(np.ones((ORACLE_LENGTH, ORACLE_LENGTH), bool))
+        if mask_TT is not None:
+            whole[:T, :T] = mask_TT
+        logits, _ = forward_jit(self.plain, self.config, padded, mask_TT=whole)
+        return np.asarray(logits)[:T]
 
 
 def random_parameters(config, *, stacked):
