@@ -28,12 +28,14 @@ import pallas_kernels
 import sharding
 from engine.buckets import Group, Head, Ladder
 from engine.kv import KVLayout, Pool
+from engine.log import logger
 from engine.sampling import TOP_LOGPROBS, Logprobs
 from engine.state import State, empty_state
 from engine.step import Hidden, StepConfig, run_body, run_head, run_score
 
 # XLA's lowering recurses deeply over unrolled layers; the default stack of a thread is too small.
 THREAD_STACK_BYTES = 64 * 2**20
+DIGEST_BYTES = 32  # a stored executable begins with its sha256, so that a torn one is not loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +215,7 @@ class ProgramStore:
                 )
 
     def get(self, program: Program) -> Callable[..., Any]:
-        """Returns the executable of `program`."""
+        """Returns the executable of `program`; a damaged file is replaced."""
         path = self._path(program)
         if path is not None and path.exists():
             executable = self._load(program, path)
@@ -227,7 +229,7 @@ class ProgramStore:
         if path is not None:
             payload, _, _ = serialize_executable.serialize(compiled)
             partial_file = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-            partial_file.write_bytes(payload)
+            partial_file.write_bytes(hashlib.sha256(payload).digest() + payload)
             os.replace(partial_file, path)
         return compiled
 
@@ -256,12 +258,12 @@ class ProgramStore:
         )
         devices = {d for leaf in jax.tree.leaves(program.results) for d in leaf.sharding.device_set}
         ordered = sorted(devices, key=lambda device: device.id)
-        try:
-            return serialize_executable.deserialize_and_load(
-                path.read_bytes(), *trees, execution_devices=ordered
-            )
-        except (ValueError, EOFError, jax.errors.JaxRuntimeError):
-            return None  # torn or foreign: compiled again and replaced
+        stored = path.read_bytes()
+        digest, payload = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
+        if hashlib.sha256(payload).digest() != digest:
+            logger().warning("%s is damaged; %s is compiled again", path, program.name)
+            return None
+        return serialize_executable.deserialize_and_load(payload, *trees, execution_devices=ordered)
 
     def get_all(
         self, programs: dict[Any, Program], progress: Callable[[str], None]
