@@ -22,6 +22,7 @@ from sharding import Rules, Spec
 
 # Where the output head stands when embeddings are not tied, by checkpoint kind.
 HEAD_TENSOR = {"gguf": "output.weight", "huggingface": "lm_head.weight"}
+ROPE_FACTORS = "rope_freqs.weight"
 EMBEDDING_TENSOR = {"gguf": "token_embd.weight", "huggingface": "model.embed_tokens.weight"}
 
 
@@ -53,6 +54,11 @@ def open_model(path: Path) -> Model:
         raise ValueError(
             f"{path}: {key} {name!r} is not supported in a {checkpoint.kind} checkpoint; "
             f"supported are {', '.join(known)}"
+        )
+    if gguf and ROPE_FACTORS in checkpoint.tensors:
+        raise ValueError(
+            f"{path}: {ROPE_FACTORS} scales the rope (as Llama 3.1 does), which is not read from "
+            "GGUF; use the model's Hugging Face folder"
         )
     config = reader(checkpoint.config)
     config = dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
@@ -100,9 +106,7 @@ def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stack
         name = jax.tree_util.keystr(path)
         sources[name] = source_of(path, names, model.config, stacked)
         targets[name] = Target(spec.shape, spec.dtype, rules.sharding(mesh, spec))
-    ignored = set(names.ignored)
-    if model.config.tied_embeddings:
-        ignored.add(HEAD_TENSOR[model.checkpoint.kind])
+    ignored = {HEAD_TENSOR[model.checkpoint.kind]} if model.config.tied_embeddings else set()
     loaded = load_parameters(model.checkpoint, sources, targets, ignored)
     return jax.tree.unflatten(treedef, [loaded[name] for name in targets])
 

@@ -53,7 +53,9 @@ def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     smallest = jnp.finfo(jnp.float32).tiny
     temperature_B = jnp.where(greedy_B, 1.0, jnp.maximum(rows.temperature_B, smallest))
     scaled_BV = jnp.maximum(distance_BV / temperature_B[:, None], jnp.finfo(jnp.float32).min)
-    kept_BV = kept(scaled_BV, rows.top_k_B, rows.top_p_B)
+    # A greedy row asks for no set, so that it never costs its neighbours the sort.
+    top_k_B = jnp.where(greedy_B, 0, rows.top_k_B)
+    kept_BV = kept(scaled_BV, top_k_B, jnp.where(greedy_B, 1.0, rows.top_p_B))
     noise_BV = jax.vmap(gumbel, in_axes=(0, 0, 0, None))(
         rows.seed_B2, rows.sample_B, rows.position_B, logits_BV.shape[1]
     )

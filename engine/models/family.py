@@ -2,7 +2,7 @@
 """What a family file declares, and the readings of a config that families share."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,11 @@ Transform = Callable[[np.ndarray], np.ndarray]
 class Names:
     """Where parameters stand in a checkpoint: parameter -> (tensor name, transform or None).
 
-    `layers` names contain "{layer}". `ignored` tensors may be there and are not read.
+    `layers` names contain "{layer}".
     """
 
     outer: Mapping[str, tuple[str, Transform | None]]
     layers: Mapping[str, tuple[str, Transform | None]]
-    ignored: Collection[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,8 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     head_width = int(meta.get("llama.attention.key_length") or width // heads)
     if (kind := meta.get("llama.rope.scaling.type")) not in (None, "none", "linear"):
         raise ValueError(f"GGUF rope scaling {kind!r} is not supported; use none or linear")
+    if (rotated := meta.get("llama.rope.dimension_count", head_width)) != head_width:
+        raise ValueError(f"llama.rope.dimension_count {rotated} must be the head size {head_width}")
     linear = meta.get("llama.rope.scaling.type") == "linear"
     rope = Rope(
         theta=float(meta.get("llama.rope.freq_base") or 10000.0),
@@ -128,7 +130,6 @@ def unpermute(heads: int) -> Transform:
 
 def names(kind: str, config: ModelConfig) -> Names:
     """Returns the name table of a checkpoint kind."""
-    ignored: tuple[str, ...] = ()
     present = config.layer_specs(np.dtype(np.float32))
     if kind == "gguf":
         transforms = {"q": unpermute(config.query_heads), "k": unpermute(config.kv_heads)}
@@ -137,7 +138,7 @@ def names(kind: str, config: ModelConfig) -> Names:
             for name, tensor in GGUF_LAYERS.items()
         }
         outer = {"embedding": "token_embd.weight", "final_norm": "output_norm.weight"}
-        head, ignored = "output.weight", ("rope_freqs.weight",)  # the config's own rope says more
+        head = "output.weight"
     else:
         layers = {
             name: (f"model.layers.{{layer}}.{tensor}", None)
@@ -148,7 +149,7 @@ def names(kind: str, config: ModelConfig) -> Names:
         head = "lm_head.weight"
     if not config.tied_embeddings:
         outer["head"] = head
-    return Names({name: (tensor, None) for name, tensor in outer.items()}, layers, ignored)
+    return Names({name: (tensor, None) for name, tensor in outer.items()}, layers)
 
 
 FAMILY = Family("llama", ("llama",), from_hf, from_gguf, names)
