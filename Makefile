@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := engine pallas_kernels sharding checkpoints scripts
 STAMP := .venv/.installed
+AOT := .venv/aot/.installed
 
 .PHONY: venv demo test test-slow lint clean
 
@@ -18,6 +19,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# Apart from the environment's packages: beside them, jax would look for a TPU at every start.
+$(AOT): constraints.txt | $(STAMP)
+	@echo "installing libtpu, the compiler for TPUs, into .venv/aot" >&2
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade \
+	  --target .venv/aot -c constraints.txt \
+	  'libtpu; sys_platform == "linux" and platform_machine == "x86_64"'
+	@mkdir -p .venv/aot
+	@touch $@
+
 demo: $(STAMP)
 	@$(BIN)/python -m scripts.generate --model=smollm2-135m --max_tokens=48 --temperature=0 \
 	  --max_num_seqs=4 --max_num_batched_tokens=64 --max_model_len=2048 \
@@ -28,7 +38,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -m "not slow and not device" --durations=10
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(AOT)
 	@$(BIN)/python -m pytest -q -m slow --durations=10
 
 lint: $(STAMP)

@@ -20,12 +20,8 @@ from engine.loading import Model, abstract_parameters, load_model, open_model
 from engine.log import logger
 from engine.loop import Engine
 from engine.pages import PagePool
-from engine.programs import (
-    ProgramFactory,
-    ProgramStore,
-    build_programs,
-    pool_pages,
-)
+from engine.program_store import ProgramStore
+from engine.programs import ProgramFactory, build_programs, pool_pages, total_tokens
 from engine.scheduler import Scheduler
 from engine.step import StepConfig
 from sharding import TENSOR_PARALLEL, make_mesh
@@ -98,7 +94,7 @@ def build_engine(config: EngineConfig) -> Built:
         tokenizer=model.tokenizer,
         overlap=config.overlap,
     )
-    report(model, layout, num_pages, max_model_len, programs_store)
+    report(model, layout, num_pages, max_model_len, engine)
     return Built(engine, model, max_model_len, ladder, factory, programs_store)
 
 
@@ -160,7 +156,7 @@ def default_pages(
         sizing = dict(free_bytes=free // 4, limit_bytes=CPU_POOL_BYTES)
         return pool_pages(layout, tokens_wanted=wanted, **sizing)
     tiny = factory_of(2)
-    largest = max(ladder.bodies, key=lambda body: sum(g.rows * g.width for g in body))
+    largest = max(ladder.bodies, key=total_tokens)
     program = tiny.body(largest)
     memo = programs_store.folder / "temporaries.json" if programs_store.folder else None
     key = programs_store.key(program)
@@ -182,7 +178,7 @@ def weight_bytes(params: Any) -> int:
 
 
 def report(
-    model: Model, layout: KVLayout, num_pages: int, max_model_len: int, programs: ProgramStore
+    model: Model, layout: KVLayout, num_pages: int, max_model_len: int, engine: Engine
 ) -> None:
     """Logs the one line of a start."""
     tokens = (num_pages - 1) // len(layout.groups) * layout.page_size
@@ -195,7 +191,7 @@ def report(
         )
     logger().info(
         "%s, %s layers, %s; context %d; pool of %d pages of %d tokens (%.2f GB); "
-        "programs: %d compiled, %d loaded",
+        "%d programs, %d compiled now",
         model.config.family,
         model.config.num_layers,
         layout.dtype.name,
@@ -203,6 +199,6 @@ def report(
         num_pages,
         layout.page_size,
         num_pages * layout.page_bytes / 1e9,
-        programs.compiled,
-        programs.loaded,
+        len(engine.programs),
+        engine.stats()["programs_compiled"],
     )

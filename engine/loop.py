@@ -16,7 +16,7 @@ from engine.buckets import Head, Ladder
 from engine.detokenize import Detokenizer
 from engine.metrics import request_metrics
 from engine.plan import Piece, Plan
-from engine.programs import Programs, ProgramStore
+from engine.program_store import Executables, ProgramStore
 from engine.request import CompletionOutput, Logprob, Request, RequestOutput
 from engine.sampling import Logprobs
 from engine.scheduler import Scheduler
@@ -73,7 +73,7 @@ class Engine:
     def __init__(
         self,
         *,
-        programs: Programs,
+        programs: Executables,
         store: ProgramStore,
         params: Any,
         scheduler: Scheduler,
@@ -86,7 +86,7 @@ class Engine:
         self.params = params
         self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self.state = programs.start()
+        self.state = programs["start"]()
         self._store = store
         self._shape = shape
         self._lag = 1 if overlap else 0
@@ -147,7 +147,7 @@ class Engine:
         """Returns counts: pages by group, requests, preemptions, steps and programs."""
         return {
             **self.scheduler.stats(),
-            "programs": self.programs.count,
+            "programs": len(self.programs),
             "programs_compiled": self._store.compiled,
             "programs_loaded": self._store.loaded,
         }
@@ -160,12 +160,12 @@ class Engine:
             if piece.request.first_scheduled_s is None:
                 piece.request.first_scheduled_s = now
         packed = pack(plan, self._shape, self.scheduler.tables, self.scheduler.lengths)
-        body = self.programs.bodies[plan.body]
+        body = self.programs[plan.body]
         self.state, hidden = body(self.params, self.state, packed)
         scored = self._score(plan, hidden.prompt_CD)
         if not plan.sampled:
             return Pending(plan, None, None, scored)
-        head = self.programs.heads[self._head(plan)]
+        head = self.programs[self._head(plan)]
         hidden = hidden._replace(prompt_CD=None)
         self.state, (tokens, logprobs) = head(self.params, self.state, hidden)
         tokens.copy_to_host_async()
@@ -196,7 +196,7 @@ class Engine:
             rows = np.zeros((2, head.rows), np.int32)
             for index, (request, position, hidden_row) in enumerate(part):
                 rows[:, index] = hidden_row, request.prompt_token_ids[position + 1]
-            logprobs = self.programs.heads[head](self.params, prompt_CD, rows)
+            logprobs = self.programs[head](self.params, prompt_CD, rows)
             calls.append(Scored([(request, position) for request, position, _ in part], logprobs))
         return calls
 

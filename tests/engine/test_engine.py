@@ -349,6 +349,7 @@ def test_nothing_compiles_after_warm_up_nor_at_a_second_start(tiny):
         assert tiny.engine.stats()["programs_compiled"] > 0
         assert compiled == []
         again = LLM(str(tiny.config.model), **tiny_options(tiny))
+        again.engine.programs.wait()
         stats = again.engine.stats()
         assert stats["programs_compiled"] == 0 and stats["programs_loaded"] == stats["programs"]
         assert token_ids(again.generate(prompts[:3], greedy(5))) == token_ids(

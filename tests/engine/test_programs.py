@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from engine.kv import kv_layout
-from engine.programs import Program, ProgramStore, coarse_pages, pool_pages
+from engine.program_store import Executables, Program, ProgramStore
+from engine.programs import coarse_pages, pool_pages
 from sharding import make_mesh
 from tests.engine.test_step import FULL, WINDOWED
 
@@ -83,9 +84,26 @@ def test_many_are_made_in_parallel_and_reported(tmp_path):
     store = ProgramStore(tmp_path)
     wanted = {n: program(name=f"double {n}") for n in range(5)}
     lines = []
-    done = store.get_all(wanted, lines.append)
-    assert done.keys() == wanted.keys() and counts(store) == (5, 0)
+    made = Executables(store, wanted, lines.append)
+    made.wait()
+    assert made.keys() == wanted.keys() and counts(store) == (5, 0)
+    np.testing.assert_array_equal(call(made[3]), [0, 2, 4, 6])
     assert len(lines) == 5 and "programs 5/5 (5 compiled, 0 loaded" in lines[-1]
+
+
+def test_who_asks_first_makes_it_and_a_failure_is_raised_to_who_asks(tmp_path):
+    def broken(x):
+        raise RuntimeError("no such program")
+
+    store = ProgramStore(tmp_path)
+    wanted = {n: program(name=f"double {n}") for n in range(20)} | {
+        "broken": program(name="broken", function=broken)
+    }
+    made = Executables(store, wanted, lambda line: None)
+    np.testing.assert_array_equal(call(made[19]), [0, 2, 4, 6])
+    made.stop()
+    with pytest.raises(RuntimeError, match="no such program"):
+        made["broken"]
 
 
 @pytest.mark.parametrize(
