@@ -185,7 +185,11 @@ class Executables(Mapping[Any, Callable[..., Any]]):
     """
 
     def __init__(
-        self, store: ProgramStore, programs: dict[Any, Program], progress: Callable[[str], None]
+        self,
+        store: ProgramStore,
+        programs: dict[Any, Program],
+        progress: Callable[[str], None],
+        threads: int,
     ) -> None:
         self._store = store
         self._programs = programs
@@ -199,7 +203,7 @@ class Executables(Mapping[Any, Callable[..., Any]]):
         before = threading.stack_size(THREAD_STACK_BYTES)
         self._threads = [
             threading.Thread(target=self._make, name=f"programs {n}", daemon=True)
-            for n in range(os.cpu_count() or 1)
+            for n in range(threads)
         ]
         for thread in self._threads:
             thread.start()

@@ -2,6 +2,7 @@
 """Which programs an engine has, from its static configuration, and how large its pool is."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -117,8 +118,9 @@ def build_programs(
     programs |= {head: factory.head(head) for head in ladder.heads()}
     programs |= {body: factory.body(body) for body in sorted(ladder.bodies, key=total_tokens)}
     if all(store.has(program) for program in programs.values()):
-        return Executables(store, programs, lambda line: None)
-    executables = Executables(store, programs, progress)
+        # One thread, so that the first steps have the other cores.
+        return Executables(store, programs, lambda line: None, threads=1)
+    executables = Executables(store, programs, progress, threads=os.cpu_count() or 1)
     executables.wait()
     return executables
 

@@ -84,7 +84,7 @@ def test_many_are_made_in_parallel_and_reported(tmp_path):
     store = ProgramStore(tmp_path)
     wanted = {n: program(name=f"double {n}") for n in range(5)}
     lines = []
-    made = Executables(store, wanted, lines.append)
+    made = Executables(store, wanted, lines.append, threads=2)
     made.wait()
     assert made.keys() == wanted.keys() and counts(store) == (5, 0)
     np.testing.assert_array_equal(call(made[3]), [0, 2, 4, 6])
@@ -99,7 +99,7 @@ def test_who_asks_first_makes_it_and_a_failure_is_raised_to_who_asks(tmp_path):
     wanted = {n: program(name=f"double {n}") for n in range(20)} | {
         "broken": program(name="broken", function=broken)
     }
-    made = Executables(store, wanted, lambda line: None)
+    made = Executables(store, wanted, lambda line: None, threads=2)
     np.testing.assert_array_equal(call(made[19]), [0, 2, 4, 6])
     made.stop()
     with pytest.raises(RuntimeError, match="no such program"):
