@@ -2,6 +2,7 @@
 """Imports run downhill, in no circle, and the host's modules never reach jax."""
 
 import ast
+import importlib
 import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -142,3 +143,10 @@ def test_planted_faults_are_found(tmp_path):
     ]
     assert find_circle(graph) == ["engine.config", "engine.loop", "engine.config"]
     assert path_to_jax(graph, "engine.config") == ("engine.config", "engine.loop", "jax")
+
+
+def test_every_module_imports():
+    """The peer's script runs in an environment of its own, with packages we do not have."""
+    modules = find_modules(ROOT).keys() - {"scripts.peer_transformers"}
+    for name in sorted(modules):
+        importlib.import_module(name)

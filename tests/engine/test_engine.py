@@ -70,15 +70,19 @@ def test_chunk_borders_and_idle_rows(tiny, oracle):
             oracle.check_greedy(prompt, ids)
 
 
-def test_preempted_equals_never_preempted(tiny):
-    """CASES C-01: together they need three times the pool; greedy, seeded and logprobs."""
+@pytest.mark.parametrize("budget", [8, 64])
+def test_preempted_equals_never_preempted(tiny, budget):
+    """CASES C-01: together they need three times the pool; greedy, seeded and logprobs.
+
+    With chunks of 8 a replay crosses chunk borders inside the output (CASES K-01).
+    """
     rng = np.random.default_rng(4)
     prompts = make_prompts(rng, 8, low=20, high=40)
     seeded = SamplingParams(seed=9, max_tokens=40, ignore_eos=True)
     params = [greedy(40, logprobs=2), seeded, greedy(40, prompt_logprobs=1), greedy(40)] * 2
     jobs = list(zip(prompts, params, strict=True))
     large = run(tiny, engine_on(tiny), jobs)
-    engine = engine_on(tiny, num_pages=12)
+    engine = engine_on(tiny, num_pages=12, budget=budget)
     small = run(tiny, engine, jobs, check=check_pages)
     assert token_ids(small) == token_ids(large)
     assert engine.stats()["preemptions"] > 0

@@ -54,7 +54,7 @@ FULL = model_config()
 class Steps:
     """The programs of one small model, called with packed arrays made here."""
 
-    def __init__(self, config, *, stacked=False, tensor=1, bodies=()):
+    def __init__(self, config, *, stacked=False, tensor=1, bodies=(), num_pages=NUM_PAGES):
         dtype = np.dtype(np.float32)
         mesh = make_mesh(jax.local_devices()[:tensor], tensor=tensor)
         self.layout = kv_layout(config, W, dtype)
@@ -62,7 +62,7 @@ class Steps:
         self.config = config
         cfg = StepConfig(config, self.layout, self.shape, mesh, TENSOR_PARALLEL, 96, None)
         abstract = abstract_parameters(config, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
-        factory = ProgramFactory(cfg, abstract, NUM_PAGES, stacked=stacked)
+        factory = ProgramFactory(cfg, abstract, num_pages, stacked=stacked)
         self.plain = random_parameters(config, stacked=False)
         params = random_parameters(config, stacked=stacked)
         self.params = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), params, abstract)
@@ -297,3 +297,17 @@ def test_a_window_counts_the_current_token():
         prefill(steps, 2, changed[:-1])
         moved = np.abs(decode(steps, 2, changed[-1]) - base).max() > 1e-5
         assert moved == (distance < 6), f"distance {distance} in a decode"
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_body_reads_no_whole_pool(stacked):
+    """Its temporaries do not grow with the pool, and every pool byte is updated in place."""
+    mixed = (CHUNK, DECODE)
+    temporaries = []
+    for num_pages in (NUM_PAGES, 50 * NUM_PAGES):
+        steps = Steps(WINDOWED, bodies=[mixed], stacked=stacked, num_pages=num_pages)
+        memory = steps.programs[mixed].memory_analysis()
+        assert memory.alias_size_in_bytes >= num_pages * steps.layout.page_bytes
+        temporaries.append(memory.temp_size_in_bytes)
+    small, large = temporaries
+    assert large - small < 0.01 * 50 * NUM_PAGES * steps.layout.page_bytes
