@@ -53,7 +53,7 @@ def load_parameters(
     Raises ValueError naming the tensors where sources and targets differ, a tensor is missing, is
     used twice, or has another shape than its target. The host holds one parameter at a time.
     """
-    _check(checkpoint, sources, targets)
+    check_parameters(checkpoint, sources, targets)
     used = {name for source in sources.values() for name in source.names}
     extra = sorted(set(checkpoint.tensors).difference(used, ignored))
     if extra:
@@ -66,7 +66,7 @@ def load_parameters(
     return parameters
 
 
-def _check(
+def check_parameters(
     checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Mapping[str, Target]
 ) -> None:
     """Raises ValueError unless each target has a source whose tensors exist, once, and fit."""

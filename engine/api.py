@@ -37,7 +37,6 @@ class LLM:
         self.model_config = built.model.config
         self.max_model_len = built.max_model_len
         self._random = random.Random(self.config.seed)
-        self._next_id = 0
 
     def generate(
         self,
@@ -52,9 +51,10 @@ class LLM:
         the index and the field. Interrupted, it aborts what is running and raises.
         """
         requests = self._requests(prompts, params)
-        waiting = self._submit(requests)
+        waiting: set[int] = set()
         outputs: dict[int, RequestOutput] = {}
         try:
+            self._submit(requests, waiting)
             while len(outputs) < len(waiting):
                 for delta in self.engine.step():
                     if delta.output is not None and delta.request_id in waiting:
@@ -75,6 +75,8 @@ class LLM:
         done = False
         try:
             while not done:
+                if not self.engine.is_running(request_id):
+                    raise RuntimeError("another call took this stream's end; finish it first")
                 for delta in self.engine.step():
                     if delta.request_id == request_id:
                         done = delta.output is not None
@@ -97,17 +99,13 @@ class LLM:
             return np.asarray(logits_TV), np.asarray(hidden_LTD)
         return np.asarray(logits_TV)
 
-    def _submit(self, requests: list[tuple[Request, str | None]]) -> set[int]:
-        """Queues all requests or none; returns their ids."""
-        added: set[int] = set()
+    def _submit(self, requests: list[tuple[Request, str | None]], added: set[int]) -> None:
+        """Queues the requests and puts their ids into `added`; raises naming the index."""
         for index, (request, text) in enumerate(requests):
             try:
                 added.add(self.engine.add_request(request, text))
             except ValueError as error:
-                for request_id in added:
-                    self.engine.abort(request_id)
                 raise ValueError(f"prompt {index}: {error}") from None
-        return added
 
     def _requests(
         self,
@@ -150,9 +148,7 @@ class LLM:
         if len(end_ids) > MAX_END_IDS:
             raise ValueError(f"the model has {len(end_ids)} end tokens, at most {MAX_END_IDS} fit")
         seed = self._random.getrandbits(32) if params.seed is None else params.seed
-        self._next_id += 1
         return Request(
-            id=self._next_id - 1,
             prompt_token_ids=token_ids,
             params=params,
             limit=limit,
@@ -197,7 +193,7 @@ def as_list(prompts: Any) -> list[Prompt]:
     """Returns the prompts as a list: one text or one list of ids is a single prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray):
         raise TypeError(f"prompts must be text, token ids or a list, not {type(prompts).__name__}")
     prompts = list(prompts)
     if prompts and isinstance(prompts[0], int | np.integer):

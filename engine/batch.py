@@ -8,6 +8,8 @@ Letters: B rows of a group, T tokens a row, G page groups, J pages a row, S samp
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,19 +59,25 @@ class BatchShape:
 
     def size(self, body: tuple[Group, ...]) -> int:
         """Returns the length of the packed array."""
-        return sum(int(np.prod(s)) for part in self.layout(body) for s in part.values())
+        return sum(math.prod(s) for part in layout_of(self, body) for s in part.values())
 
     def unpack(self, body: tuple[Group, ...], packed: Any) -> list[dict[str, Any]]:
         """Returns views of `packed` by name, one dict a part of `layout`."""
         parts, offset = [], 0
-        for fields in self.layout(body):
+        for fields in layout_of(self, body):
             part = {}
             for name, shape in fields.items():
-                size = int(np.prod(shape))
+                size = math.prod(shape)
                 part[name] = packed[offset : offset + size].reshape(shape)
                 offset += size
             parts.append(part)
         return parts
+
+
+@functools.cache
+def layout_of(shape: BatchShape, body: tuple[Group, ...]) -> list[dict[str, tuple[int, ...]]]:
+    """Returns `shape.layout(body)`, worked out once."""
+    return shape.layout(body)
 
 
 def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -87,6 +95,7 @@ def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray)
         if group.kind == "chunk":
             pack_pieces(plan, group, part, shape, tables, lengths, first_token, where)
         else:
+            assert group.kind == "decode", "the scheduler plans no tree rows yet"
             rows = [decode.row for decode in plan.decodes]
             part["row_B"][: len(rows)] = rows
             part["table_GBJ"][:, : len(rows)] = tables[:, rows]

@@ -2,10 +2,10 @@
 """From an EngineConfig to a running Engine: the choices made at start, in order."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +16,10 @@ from engine.batch import BatchShape
 from engine.buckets import Ladder
 from engine.config import EngineConfig
 from engine.kv import KVLayout, kv_layout
-from engine.loading import Model, abstract_parameters, load_model, open_model
+from engine.loading import Model, abstract_parameters, check_model, load_model, open_model
 from engine.log import logger
 from engine.loop import Engine
+from engine.memo import Memo
 from engine.pages import PagePool
 from engine.program_store import ProgramStore
 from engine.programs import ProgramFactory, build_programs, pool_pages, total_tokens
@@ -67,6 +68,7 @@ def build_engine(config: EngineConfig) -> Built:
         config, layout, max_model_len, factory_of, ladder, programs_store
     )
     factory = factory_of(num_pages)
+    check_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
     # Weights are read while programs compile: one waits for the disk, the other for the cores.
     with ThreadPoolExecutor(1) as background:
         loading = background.submit(
@@ -74,21 +76,24 @@ def build_engine(config: EngineConfig) -> Built:
         )
         programs = build_programs(factory, ladder, programs_store, logger().info)
         weights = loading.result()
-    pool = PagePool(num_pages, 1, len(layout.groups))
-    scheduler = Scheduler(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        page_size=page_size,
-        max_model_len=max_model_len,
-        groups=layout.groups,
-        pool=pool,
-        ladder=ladder,
-    )
+
+    def make_scheduler() -> Scheduler:
+        return Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            page_size=page_size,
+            max_model_len=max_model_len,
+            groups=layout.groups,
+            pool=PagePool(num_pages, 1, len(layout.groups)),
+            ladder=ladder,
+        )
+
     engine = Engine(
         programs=programs,
         store=programs_store,
         params=weights,
-        scheduler=scheduler,
+        model_config=model.config,
+        make_scheduler=make_scheduler,
         ladder=ladder,
         shape=shape,
         tokenizer=model.tokenizer,
@@ -145,31 +150,43 @@ def default_pages(
 ) -> int:
     """Returns the pool's size when none is set, the same at every start while memory allows.
 
-    On CPU: every row at full length, 2 GiB, or a quarter of the free memory, whichever is least.
-    On an accelerator: what `memory_fraction` leaves beside the weights and the temporaries of the
-    largest body, which is compiled with a tiny pool to learn them.
+    On CPU: every row at full length, 2 GiB, or a quarter of the free memory, whichever is least;
+    what an earlier start chose is kept while it fits half of the free memory. On an accelerator:
+    what `memory_fraction` leaves beside the weights and the temporaries of the largest body, which
+    is compiled with a tiny pool to learn them.
     """
     wanted = config.max_num_seqs * max_model_len
     device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        sizing = dict(free_bytes=free // 4, limit_bytes=CPU_POOL_BYTES)
-        return pool_pages(layout, tokens_wanted=wanted, **sizing)
     tiny = factory_of(2)
-    largest = max(ladder.bodies, key=total_tokens)
-    program = tiny.body(largest)
-    memo = programs_store.folder / "temporaries.json" if programs_store.folder else None
-    key = programs_store.key(program)
-    known: dict[str, Any] = json.loads(memo.read_text()) if memo and memo.exists() else {}
-    if key not in known:
+    program = tiny.body(max(ladder.bodies, key=total_tokens))
+    folder = programs_store.folder
+    memo = Memo(folder / "sizes.json" if folder else None)
+    key = f"{programs_store.key(program)} {wanted}"
+    known = memo.get(key)
+    if device.platform == "cpu":
+        free = available_bytes()
+        if known is None or known * layout.page_bytes > free // 2:
+            sizing = dict(free_bytes=free // 4, limit_bytes=CPU_POOL_BYTES)
+            known = pool_pages(layout, tokens_wanted=wanted, **sizing)
+            memo.set(key, known)
+        return known
+    if known is None:
         analysis = program.lower().compile().memory_analysis()
         assert analysis is not None, "accelerators report a program's memory"
-        known[key] = analysis.temp_size_in_bytes
-        if memo:
-            memo.write_text(json.dumps(known))
+        known = analysis.temp_size_in_bytes
+        memo.set(key, known)
     limit = device.memory_stats()["bytes_limit"] * config.memory_fraction
-    free = int(limit) - weight_bytes(tiny.params) - known[key]
+    free = int(limit) - weight_bytes(tiny.params) - known
     return pool_pages(layout, tokens_wanted=wanted, free_bytes=free, limit_bytes=None)
+
+
+def available_bytes() -> int:
+    """Returns the memory that can be had without swapping; the page cache counts as free."""
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def weight_bytes(params: Any) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from checkpoints import open_checkpoint
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.load import Source, Target, load_parameters
+from checkpoints.load import Source, Target, check_parameters, load_parameters
 from checkpoints.tokenizer import Tokenizer
 from engine.log import logger
 from engine.models import FAMILIES
@@ -92,11 +92,27 @@ def embeddings_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     return same
 
 
+def check_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> None:
+    """Raises ValueError naming every missing or mis-shaped tensor, without reading any."""
+    sources, targets, _ = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
+    check_parameters(model.checkpoint, sources, targets)
+
+
 def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> Any:
     """Returns the tree of parameters on `mesh`, each read once and cast to its spec's dtype.
 
-    Raises ValueError naming every missing or mis-shaped tensor before device memory is taken.
+    Raises ValueError as `check_model` does, before device memory is taken.
     """
+    sources, targets, treedef = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
+    ignored = {HEAD_TENSOR[model.checkpoint.kind]} if model.config.tied_embeddings else set()
+    loaded = load_parameters(model.checkpoint, sources, targets, ignored)
+    return jax.tree.unflatten(treedef, [loaded[name] for name in targets])
+
+
+def parameter_tables(
+    model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool
+) -> tuple[dict[str, Source], dict[str, Target], Any]:
+    """Returns where each parameter comes from, what it shall be, and the tree they make."""
     specs = parameter_specs(model.config, dtype, stacked=stacked)
     names = model.family.names(model.checkpoint.kind, model.config)
     paths, treedef = jax.tree.flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
@@ -106,9 +122,7 @@ def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stack
         name = jax.tree_util.keystr(path)
         sources[name] = source_of(path, names, model.config, stacked)
         targets[name] = Target(spec.shape, spec.dtype, rules.sharding(mesh, spec))
-    ignored = {HEAD_TENSOR[model.checkpoint.kind]} if model.config.tied_embeddings else set()
-    loaded = load_parameters(model.checkpoint, sources, targets, ignored)
-    return jax.tree.unflatten(treedef, [loaded[name] for name in targets])
+    return sources, targets, treedef
 
 
 def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool) -> Source:

@@ -4,6 +4,7 @@
 import collections
 import dataclasses
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +15,11 @@ from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape, pack
 from engine.buckets import Head, Ladder
 from engine.detokenize import Detokenizer
+from engine.layers import Params
 from engine.metrics import request_metrics
-from engine.plan import Piece, Plan
+from engine.models.config import ModelConfig
+from engine.models.decoder import head_parameters
+from engine.plan import Plan
 from engine.program_store import Executables, ProgramStore
 from engine.request import CompletionOutput, Logprob, Request, RequestOutput
 from engine.sampling import Logprobs
@@ -43,6 +47,7 @@ class Record:
     detokenizer: Detokenizer | None
     logprobs: list[dict[int, Logprob]] | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    num_tokens: int = 0  # output tokens delivered
 
 
 @dataclasses.dataclass
@@ -58,6 +63,7 @@ class Pending:
     """A dispatched step whose results are still on the device."""
 
     plan: Plan
+    done: jax.Array  # ready when the body has run
     tokens: jax.Array | None
     logprobs: Logprobs | None
     scored: list[Scored]
@@ -76,7 +82,8 @@ class Engine:
         programs: Executables,
         store: ProgramStore,
         params: Any,
-        scheduler: Scheduler,
+        model_config: ModelConfig,
+        make_scheduler: Callable[[], Scheduler],
         ladder: Ladder,
         shape: BatchShape,
         tokenizer: Tokenizer | None,
@@ -84,8 +91,10 @@ class Engine:
     ) -> None:
         self.programs = programs
         self.params = params
-        self.scheduler = scheduler
         self.tokenizer = tokenizer
+        self._model_config = model_config
+        self._make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self.state = programs["start"]()
         self._store = store
         self._shape = shape
@@ -94,13 +103,16 @@ class Engine:
             kind: sorted(head for head in ladder.heads() if head.kind == kind)
             for kind in ("greedy", "sample", "logprobs", "score")
         }
+        self._next_id = 0
         self._records: dict[int, Record] = {}
         self._pending: collections.deque[Pending] = collections.deque()
-        self._ended: list[Delta] = []
-        self.decoded = lru_cache(maxsize=65536)(self._decode_token)
+        self._ready: list[Delta] = []  # read, and not returned yet
+        self._decoded = token_decoder(tokenizer)
 
     def add_request(self, request: Request, prompt: str | None = None) -> int:
         """Queues `request` and returns its id; raises ValueError if it can never fit."""
+        request.id = self._next_id
+        self._next_id += 1
         self.scheduler.add(request)
         request.arrival_s = time.monotonic()
         params = request.params
@@ -123,25 +135,51 @@ class Engine:
         if record is None:
             return False
         self.scheduler.abort(request_id)
-        self._ended.append(self._delta(record, [], None))
+        self._deliver(record, [], None)
         return True
+
+    def is_running(self, request_id: int) -> bool:
+        """Returns whether a request is waiting or running."""
+        return request_id in self._records
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do."""
-        return bool(self._records or self._ended or self._pending)
+        return bool(self._records or self._ready or self._pending)
 
     def step(self) -> list[Delta]:
-        """Dispatches the next step and reads the one before; returns what was read."""
+        """Dispatches the next step and reads the one before; returns what was read.
+
+        If a step is interrupted or fails, what it raised is raised here, and no request is lost:
+        all of them run again from the tokens they had.
+        """
+        try:
+            self._run_step()
+        except BaseException:
+            self._recover()
+            raise
+        deltas, self._ready = self._ready, []
+        return deltas
+
+    def _run_step(self) -> None:
         plan = self.scheduler.schedule()
         if plan is not None:
             self._pending.append(self._dispatch(plan))
-        deltas, self._ended = self._ended, []
         while len(self._pending) > (self._lag if plan is not None else 0):
-            deltas += self._read(self._pending.popleft())
+            self._read(self._pending.popleft())
         for request in self.scheduler.drain():
-            deltas.append(self._delta(self._records[request.id], [], None))
-        return deltas
+            if request.id in self._records:
+                self._deliver(self._records[request.id], [], None)
+
+    def _recover(self) -> None:
+        """Starts anew from what the host knows: a donated state may be lost with its step."""
+        self._pending.clear()
+        self.state = self.programs["start"]()
+        self.scheduler = self._make_scheduler()
+        for record in self._records.values():
+            record.request.restart(record.num_tokens)
+            del record.request.token_times[record.num_tokens :]
+            self.scheduler.add(record.request)
 
     def stats(self) -> dict[str, Any]:
         """Returns counts: pages by group, requests, preemptions, steps and programs."""
@@ -164,12 +202,12 @@ class Engine:
         self.state, hidden = body(self.params, self.state, packed)
         scored = self._score(plan, hidden.prompt_CD)
         if not plan.sampled:
-            return Pending(plan, None, None, scored)
+            return Pending(plan, hidden.row_S, None, None, scored)
         head = self.programs[self._head(plan)]
         hidden = hidden._replace(prompt_CD=None)
-        self.state, (tokens, logprobs) = head(self.params, self.state, hidden)
+        self.state, (tokens, logprobs) = head(self._head_params(), self.state, hidden)
         tokens.copy_to_host_async()
-        return Pending(plan, tokens, logprobs, scored)
+        return Pending(plan, hidden.row_S, tokens, logprobs, scored)
 
     def _head(self, plan: Plan) -> Head:
         params = [request.params for request, _ in plan.sampled]
@@ -187,7 +225,8 @@ class Engine:
         wanted = [
             (piece.request, position, index * width + position - piece.start)
             for index, piece in enumerate(plan.pieces)
-            for position in range(*score_range(piece))
+            if piece.scores is not None
+            for position in range(*piece.scores)
         ]
         head = self._heads["score"][0]
         calls = []
@@ -196,23 +235,27 @@ class Engine:
             rows = np.zeros((2, head.rows), np.int32)
             for index, (request, position, hidden_row) in enumerate(part):
                 rows[:, index] = hidden_row, request.prompt_token_ids[position + 1]
-            logprobs = self.programs[head](self.params, prompt_CD, rows)
+            logprobs = self.programs[head](self._head_params(), prompt_CD, rows)
             calls.append(Scored([(request, position) for request, position, _ in part], logprobs))
         return calls
 
+    def _head_params(self) -> Params:
+        return head_parameters(self.params, self._model_config)
+
     # Reading
 
-    def _read(self, pending: Pending) -> list[Delta]:
+    def _read(self, pending: Pending) -> None:
         plan = pending.plan
+        # A step without tokens is waited for too: the host is never further ahead than one step.
+        jax.block_until_ready(pending.done)
         tokens: list[int] = []
         if pending.tokens is not None:
             tokens = np.asarray(pending.tokens)[: len(plan.sampled)].tolist()
         now = time.monotonic()
         self._read_scores(pending.scored)
+        logprobs = jax.device_get(pending.logprobs)
         before = [len(request.output_token_ids) for request, _ in plan.sampled]
         progressed = self.scheduler.update(plan, tokens)
-        logprobs = jax.device_get(pending.logprobs)
-        deltas = []
         for index, (request, _) in enumerate(plan.sampled):
             record = self._records.get(request.id)
             if record is None or len(request.output_token_ids) == before[index]:
@@ -221,11 +264,10 @@ class Engine:
             entry = None
             if record.logprobs is not None:
                 entry = self._entry(logprobs, index, tokens[index], request.params.logprobs)
-            deltas.append(self._delta(record, [tokens[index]], entry))
+            self._deliver(record, [tokens[index]], entry)
         for request in progressed:
             if request.finish_reason and request.id in self._records:
-                deltas.append(self._delta(self._records[request.id], [], None))
-        return deltas
+                self._deliver(self._records[request.id], [], None)
 
     def _read_scores(self, scored: list[Scored]) -> None:
         for call in scored:
@@ -243,18 +285,15 @@ class Engine:
     ) -> dict[int, Logprob]:
         """Returns one position's log-probabilities: the token's own, and the `count` top ones."""
         rank = int(logprobs.rank_B[index])
-        entry = {token: Logprob(float(logprobs.logprob_B[index]), rank, self.decoded(token))}
+        entry = {token: Logprob(float(logprobs.logprob_B[index]), rank, self._decoded(token))}
         ids = logprobs.top_id_BC[index, : count or 0].tolist()
         values = logprobs.top_logprob_BC[index, : count or 0].tolist()
         for place, (top, value) in enumerate(zip(ids, values, strict=True)):
-            entry.setdefault(top, Logprob(value, place + 1, self.decoded(top)))
+            entry.setdefault(top, Logprob(value, place + 1, self._decoded(top)))
         return entry
 
-    def _decode_token(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else ""
-
-    def _delta(self, record: Record, tokens: list[int], entry: dict[int, Logprob] | None) -> Delta:
-        """Returns what the tokens add to a request; a finished one leaves the records."""
+    def _deliver(self, record: Record, tokens: list[int], entry: dict[int, Logprob] | None) -> None:
+        """Makes ready what the tokens add to a request; a finished one leaves the records."""
         request = record.request
         text = ""
         if record.detokenizer is not None:
@@ -264,12 +303,15 @@ class Engine:
                 text += record.detokenizer.finish()
         if entry is not None and record.logprobs is not None:
             record.logprobs.append(entry)
+        record.num_tokens += len(tokens)
         output = None
         if request.finish_reason is not None:
+            request.finished_s = time.monotonic()
             del self._records[request.id]
             output = self._output(record)
         entries = None if entry is None else [entry]
-        return Delta(request.id, text, tokens, entries, request.finish_reason, output)
+        delta = Delta(request.id, text, tokens, entries, request.finish_reason, output)
+        self._ready.append(delta)
 
     def _output(self, record: Record) -> RequestOutput:
         request = record.request
@@ -292,6 +334,11 @@ class Engine:
         )
 
 
-def score_range(piece: Piece) -> tuple[int, int]:
-    """Returns the positions whose next token's log-probability the piece must give."""
-    return piece.scores if piece.scores is not None else (0, 0)
+def token_decoder(tokenizer: Tokenizer | None) -> Callable[[int], str]:
+    """Returns a function from an id to its text, which remembers; all empty without a tokenizer."""
+
+    @lru_cache(maxsize=65536)
+    def decoded(token: int) -> str:
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else ""
+
+    return decoded

@@ -64,6 +64,7 @@ def source_fingerprint() -> str:
 def machine_fingerprint() -> str:
     """Returns what compiled code depends on beside its source: versions, flags and processor."""
     client = jax.devices()[0].client
+    settings = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
     parts = [
         jax.__version__,
         importlib.metadata.version("jaxlib"),
@@ -71,7 +72,8 @@ def machine_fingerprint() -> str:
         client.platform_version,
     ]
     parts += [device.device_kind for device in jax.devices()]
-    parts.append(os.environ.get("XLA_FLAGS", ""))
+    parts += [f"{name}={jax.config.read(name)}" for name in settings]
+    parts += [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     if client.platform == "cpu" and Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         parts.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
@@ -119,6 +121,7 @@ class ProgramStore:
                     f"{folder} holds compiled code but is not yours alone; "
                     "set HEADRACE_CACHE to a folder that only you can write to"
                 )
+            folder.chmod(0o700)
 
     def get(self, program: Program) -> Callable[..., Any]:
         """Returns the executable of `program`; a damaged file is replaced."""
@@ -169,7 +172,10 @@ class ProgramStore:
         )
         devices = {d for leaf in jax.tree.leaves(program.results) for d in leaf.sharding.device_set}
         ordered = sorted(devices, key=lambda device: device.id)
-        stored = path.read_bytes()
+        try:
+            stored = path.read_bytes()
+        except FileNotFoundError:
+            return None  # cleared since we looked
         digest, payload = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != digest:
             logger().warning("%s is damaged; %s is compiled again", path, program.name)
@@ -236,6 +242,8 @@ class Executables(Mapping[Any, Callable[..., Any]]):
             with self._turn:
                 key = next(self._todo, None)
             if key is None:
+                # Nothing to end any more, and nothing that keeps an engine in memory until exit.
+                atexit.unregister(self.stop)
                 return
             try:
                 self[key]

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from engine.buckets import Group, Head, Ladder
 from engine.kv import KVLayout, Pool
+from engine.models.decoder import head_parameters
 from engine.program_store import Executables, Program, ProgramStore
 from engine.sampling import TOP_LOGPROBS, Logprobs
 from engine.state import State, empty_state
@@ -92,7 +93,7 @@ class ProgramFactory:
             hidden = self._hidden(prompt=True).prompt_CD
             wanted = self._array((2, head.rows), jnp.int32)
             function = partial(run_score, cfg=self.cfg)
-            arguments = (self.params, hidden, wanted)
+            arguments = (head_parameters(self.params, self.cfg.model), hidden, wanted)
             return Program(name, function, arguments, self._logprobs(head.rows))
         tokens = self._array((head.rows,), jnp.int32)
         logprobs = self._logprobs(head.rows) if head.kind == "logprobs" else None
@@ -100,7 +101,11 @@ class ProgramFactory:
         return Program(
             name,
             partial(run_head, cfg=self.cfg, kind=head.kind, rows=head.rows),
-            (self.params, self.state, self._hidden(prompt=False)),
+            (
+                head_parameters(self.params, self.cfg.model),
+                self.state,
+                self._hidden(prompt=False),
+            ),
             (self.state, (tokens, logprobs)),
             donated=(1,),
         )
@@ -114,14 +119,20 @@ def build_programs(
     They are compiled before this returns. When all of them were compiled before, it returns at
     once and they are loaded beside the first steps, those of a lone greedy request first.
     """
+    heads = {head: factory.head(head) for head in ladder.heads()}
     programs: dict[Any, Program] = {"start": factory.start()}
-    programs |= {head: factory.head(head) for head in ladder.heads()}
+    programs |= {head: heads[head] for head in heads if head.kind == "greedy"}
     programs |= {body: factory.body(body) for body in sorted(ladder.bodies, key=total_tokens)}
+    programs |= heads
     if all(store.has(program) for program in programs.values()):
         # One thread, so that the first steps have the other cores.
         return Executables(store, programs, lambda line: None, threads=1)
     executables = Executables(store, programs, progress, threads=os.cpu_count() or 1)
-    executables.wait()
+    try:
+        executables.wait()
+    except BaseException:
+        executables.stop()
+        raise
     return executables
 
 

@@ -89,11 +89,11 @@ class Request:
     one that runs chunks has computed < target == known and nothing in flight.
     """
 
-    id: int
     prompt_token_ids: list[int]
     params: SamplingParams
     limit: int  # prompt and output tokens never exceed it
     seed: int
+    id: int = -1  # the engine gives it when the request is added
     end_ids: tuple[int, ...] = ()
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
 
@@ -150,6 +150,13 @@ class Request:
     def decodes(self) -> bool:
         """Whether its next step is a decode."""
         return self.computed >= self.target and self.length < self.limit
+
+    def restart(self, num_tokens: int) -> None:
+        """Goes back to waiting with its first `num_tokens` output tokens; nothing is computed."""
+        del self.output_token_ids[num_tokens:]
+        self.computed = self.in_flight = self.target = self.scored = 0
+        self.row, self.pages, self.status = None, [], Status.WAITING
+        self.finish_reason = self.stop_reason = self.blocked_since = None
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Returns the known tokens at positions [start, stop), prompt and output."""

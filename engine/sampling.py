@@ -41,6 +41,12 @@ def argmax(logits_BV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
 
+def sample_or_argmax(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Returns `sample`, without its noise and order where all rows are greedy."""
+    greedy = jnp.all(rows.temperature_B == 0)
+    return jax.lax.cond(greedy, lambda: argmax(logits_BV), lambda: sample(logits_BV, rows))
+
+
 def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     """Returns one token a row: temperature, then top-k, then top-p of what is left (as vLLM).
 

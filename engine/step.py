@@ -24,7 +24,7 @@ from engine.kv import KVLayout, place_set, place_view
 from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import embed, final_norm, head_logits, layer_data, run_layers
-from engine.sampling import Logprobs, SamplingRows, argmax, logprobs_of, sample
+from engine.sampling import Logprobs, SamplingRows, argmax, logprobs_of, sample_or_argmax
 from engine.state import State
 from pallas_kernels.paged_attention import Rows, paged_attention
 from pallas_kernels.pages import NULL_PAGE, write_cells
@@ -240,7 +240,7 @@ def run_head(
     if kind == "greedy":
         token_B = argmax(open_BV)
     else:
-        token_B = sample(open_BV, sampling_rows(state, row_B))
+        token_B = sample_or_argmax(open_BV, sampling_rows(state, row_B))
     left_B = state.left_R[row_B] - 1
     ended_B = jnp.any(token_B[:, None] == state.end_ids_RE[row_B], axis=1)
     finished_B = state.finished_R[row_B] | ended_B | (left_B <= 0)

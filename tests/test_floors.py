@@ -14,7 +14,7 @@ FLOORS = [
     ["pallas_kernels", "sharding", "checkpoints"],
     ["engine.config", "engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
     ["engine.plan", "engine.rows", "engine.scheduler"],
-    ["engine.detokenize", "engine.log"],
+    ["engine.detokenize", "engine.log", "engine.memo"],
     ["engine.models.config", "engine.models.tree"],
     ["engine.kv", "engine.layers", "engine.sampling"],
     ["engine.models"],

@@ -50,20 +50,24 @@ def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True) -> Engine:
     budget = budget or llm.config.max_num_batched_tokens
     ladder = copy.copy(built.ladder)
     ladder.rows = min(ladder.rows, budget)  # each running row needs a token of the budget
-    scheduler = Scheduler(
-        max_num_seqs=shape.num_rows,
-        max_num_batched_tokens=budget,
-        page_size=layout.page_size,
-        max_model_len=llm.built.max_model_len,
-        groups=layout.groups,
-        pool=PagePool(num_pages or built.factory.num_pages, 1, len(layout.groups)),
-        ladder=ladder,
-    )
+
+    def make_scheduler():
+        return Scheduler(
+            max_num_seqs=shape.num_rows,
+            max_num_batched_tokens=budget,
+            page_size=layout.page_size,
+            max_model_len=llm.built.max_model_len,
+            groups=layout.groups,
+            pool=PagePool(num_pages or built.factory.num_pages, 1, len(layout.groups)),
+            ladder=ladder,
+        )
+
     return Engine(
         programs=built.engine.programs,
         store=built.store,
         params=built.engine.params,
-        scheduler=scheduler,
+        model_config=llm.model_config,
+        make_scheduler=make_scheduler,
         ladder=ladder,
         shape=shape,
         tokenizer=llm.tokenizer,
