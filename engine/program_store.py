@@ -72,7 +72,7 @@ def machine_fingerprint() -> str:
         client.platform_version,
     ]
     parts += [device.device_kind for device in jax.devices()]
-    parts += [f"{name}={jax.config.read(name)}" for name in settings]
+    parts += [f"{name}={getattr(jax.config, name)}" for name in settings]
     parts += [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     if client.platform == "cpu" and Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
