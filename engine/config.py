@@ -36,8 +36,8 @@ class EngineConfig:
     max_num_seqs: rows, so requests that run at once.
     max_num_batched_tokens: tokens of one step, decodes and prefill chunks together.
     page_size: tokens of a page, a power of two; None: the platform's.
-    num_pages: pages of the pool, one of them reserved; None: from `memory_fraction`.
-    memory_fraction: share of the device's memory for weights, programs and pages.
+    num_pages: pages of the pool, one of them reserved; None: as memory allows.
+    memory_fraction: share of an accelerator's memory for weights, programs and pages.
     overlap: plan a step before the last one's tokens are read.
     seed: where the seeds of requests without one come from; None: fresh ones each run.
     Raises ValueError, naming the setting, when one of them cannot be.
