@@ -364,7 +364,8 @@ def check_history(tiny, oracle, history):
         budget=history["budget"],
         overlap=history["overlap"],
     )
-    high = min(60, (history["num_pages"] - 1) * 16 // len(engine.stats()["pages"]) - 1)
+    # Every prompt can run alone: each group may need the pages of the whole prompt.
+    high = min(60, (history["num_pages"] - 1) // len(engine.stats()["pages"]) * 16)
     waiting = make_prompts(rng, history["requests"], high=high)
     running, done = {}, []
     while waiting or engine.has_work:
