@@ -143,7 +143,8 @@ def quiet_runs(
 ) -> tuple[list[dict[str, dict[str, Any]]], int]:
     """Returns `repeats` rounds of one run of each engine in turn, and how many were void.
 
-    A round is void while other processes than `pids` used more than 0.1 core in any of its runs;
+    The order turns round from one round to the next, so that what a run leaves behind (a full
+    cache, a hot core) weighs on each. A round is void while other processes than `pids` used more than 0.1 core in any of its runs;
     after MOST_VOID of them they are kept, and their `foreign_cores` tells. `between` is called
     ahead of each round.
     """
@@ -152,9 +153,10 @@ def quiet_runs(
     while len(rounds) < repeats:
         between()
         figures = {}
-        for name, run in runs.items():
+        order = list(runs) if (len(rounds) + void) % 2 == 0 else list(reversed(runs))
+        for name in order:
             watch = CpuWatch(pids)
-            figures[name] = run()
+            figures[name] = runs[name]()
             figures[name]["foreign_cores"] = watch.foreign_cores()
         noisy = any((f["foreign_cores"] or 0.0) > MOST_FOREIGN_CORES for f in figures.values())
         if noisy and void < MOST_VOID:
@@ -249,7 +251,7 @@ def compare_pools(count: int, options: dict[str, Any], repeats: int) -> dict[str
         "requests": count,
         "pool_tokens": tokens,
         "step_s": steps,
-        "ratio": steps["large"] / steps["needed"],
+        "ratio": statistics.median(f["large"]["step_s"] / f["needed"]["step_s"] for f in rounds),
         "void": void,
         "rounds": rounds,
     }
