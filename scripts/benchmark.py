@@ -144,9 +144,9 @@ def quiet_runs(
     """Returns `repeats` rounds of one run of each engine in turn, and how many were void.
 
     The order turns round from one round to the next, so that what a run leaves behind (a full
-    cache, a hot core) weighs on each. A round is void while other processes than `pids` used more than 0.1 core in any of its runs;
-    after MOST_VOID of them they are kept, and their `foreign_cores` tells. `between` is called
-    ahead of each round.
+    cache, a hot core) weighs on each. A round is void while other processes than `pids` used more
+    than 0.1 core in any of its runs; after MOST_VOID of them they are kept, and their
+    `foreign_cores` tells. `between` is called ahead of each round.
     """
     rounds: list[dict[str, dict[str, Any]]] = []
     void = 0
