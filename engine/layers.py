@@ -10,13 +10,40 @@ import jax.numpy as jnp
 Params = dict[str, jax.Array]
 
 
-def linear(x_TD: jax.Array, weight_FD: jax.Array, bias_F: jax.Array | None = None) -> jax.Array:
-    """Returns y_TF = x @ weight^T + bias, accumulated in float32, in x's dtype; D, F: any widths.
+# XLA's CPU backend multiplies few rows fastest with features major: measured in WORKSPACE.md.
+CPU_FEATURE_MAJOR_ROWS = range(2, 65)
 
-    Contracting the last axis of both is the order XLA does well on CPU, and that of checkpoints.
+
+def matmul(x_TD: jax.Array, weight_FD: jax.Array) -> jax.Array:
+    """Returns float32 y_TF = x @ weight^T in the order that the platform does best.
+
+    D and F are any widths. Weights stay as checkpoints have them, [out, in].
     """
+    return jax.lax.platform_dependent(x_TD, weight_FD, cpu=_cpu_matmul, default=_contract_last)
+
+
+def _contract_last(x_TD: jax.Array, weight_FD: jax.Array) -> jax.Array:
     axes = (((1,), (1,)), ((), ()))
-    y_TF = jax.lax.dot_general(x_TD, weight_FD, axes, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x_TD, weight_FD, axes, preferred_element_type=jnp.float32)
+
+
+def _cpu_matmul(x_TD: jax.Array, weight_FD: jax.Array) -> jax.Array:
+    T = x_TD.shape[0]
+    if T == 1 and x_TD.dtype != jnp.float32:
+        # A narrow matrix would be expanded for a single row; two rows take the fast path.
+        return _cpu_matmul(jnp.concatenate([x_TD, x_TD]), weight_FD)[:1]
+    if T not in CPU_FEATURE_MAJOR_ROWS:
+        return _contract_last(x_TD, weight_FD)
+    # The barriers keep XLA from folding the transposes back into the slow order.
+    x_DT = jax.lax.optimization_barrier(x_TD.T)
+    axes = (((1,), (0,)), ((), ()))
+    y_FT = jax.lax.dot_general(weight_FD, x_DT, axes, preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(y_FT).T
+
+
+def linear(x_TD: jax.Array, weight_FD: jax.Array, bias_F: jax.Array | None = None) -> jax.Array:
+    """Returns y_TF = x @ weight^T + bias, accumulated in float32, in x's dtype."""
+    y_TF = matmul(x_TD, weight_FD)
     if bias_F is not None:
         y_TF = y_TF + bias_F.astype(jnp.float32)[None]
     return y_TF.astype(x_TD.dtype)

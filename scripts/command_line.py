@@ -2,6 +2,7 @@
 """What the commands share: flags, one-line errors, the engine's options, files written whole."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -22,6 +23,9 @@ ENGINE_OPTIONS = (
     "memory_fraction",
     "overlap",
 )
+
+# No space, a quota, or a file as large as it may be.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Legal in JSON, but many readers end a line at them.
 OTHER_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -113,7 +117,7 @@ def replaced_file(flag: str, path: str) -> Iterator[TextIO]:
     """Yields a text file that takes the place of `path` when the block ends well.
 
     Until then `path` is as it was; a block that raises leaves nothing behind. `flag` names the
-    setting in errors.
+    setting in errors. A full disk is a UsageError.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -130,6 +134,13 @@ def replaced_file(flag: str, path: str) -> Iterator[TextIO]:
         with file:
             yield file
         part.replace(target)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise UsageError(
+            f"--{flag}={path} could not be written whole ({error.strerror}), so nothing was kept; "
+            "free some space or name another folder"
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 

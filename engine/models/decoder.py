@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.layers import Params, gated_mlp, linear, rms_norm, rotate
+from engine.layers import Params, gated_mlp, linear, matmul, rms_norm, rotate
 from engine.models.config import ModelConfig
 from pallas_kernels.paged_attention import NO_WINDOW
 
@@ -132,13 +132,7 @@ def head_parameters(params: Params, config: ModelConfig) -> Params:
 def head_logits(params: Params, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:
     """Returns float32 logits_TV of final hidden rows."""
     weight = params["embedding" if config.tied_embeddings else "head"]
-    T, rows = hidden_TD.shape[0], hidden_TD
-    if T == 1 and hidden_TD.dtype != jnp.float32:
-        # XLA's CPU backend expands a narrow matrix for a single row; two rows take the fast path.
-        rows = jnp.concatenate([hidden_TD, hidden_TD])
-    logits_TV = jax.lax.dot_general(
-        rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )[:T]
+    logits_TV = matmul(hidden_TD, weight)
     if config.logit_softcap is not None:
         logits_TV = config.logit_softcap * jnp.tanh(logits_TV / config.logit_softcap)
     return logits_TV

@@ -4,6 +4,7 @@
 import io
 import json
 import math
+import resource
 import types
 
 import pytest
@@ -221,6 +222,22 @@ def test_a_failed_run_leaves_the_old_output(command, tmp_path):
     target = tmp_path / "out.jsonl"
     target.write_text("old")
     assert command("--prompt=" + "a" * 21, f"--output={target}")[0] == 2
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_full_disk_leaves_the_old_output(command, tmp_path):
+    """A limit on the size of files stands in for the disk: the write fails just so."""
+    target = tmp_path / "out.jsonl"
+    target.write_text("old")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, unlimited[1]))
+    try:
+        code, out, err = command("--prompt=abc", f"--output={target}", "--noprogress")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert (code, out) == (2, "")
+    assert "could not be written whole (File too large), so nothing was kept" in err
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 
