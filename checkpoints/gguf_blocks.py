@@ -41,18 +41,22 @@ _Q6_K = np.dtype(
 
 
 def _float32(halves: np.ndarray) -> np.ndarray:
-    """Returns halves as float32, with an axis for the elements that each scales."""
+    """Returns numbers as float32, with an axis for the elements that each scales."""
     return halves.astype(np.float32)[..., None]
 
 
 def _halves(q: np.ndarray) -> np.ndarray:
-    """Returns uint8 [n, 2, bytes]: the low halves of the bytes, then the high ones."""
-    return np.stack([q & 15, q >> 4], axis=-2)
+    """Returns uint8 [..., 2, bytes]: the low halves of the bytes, then the high ones."""
+    out = np.empty((*q.shape[:-1], 2, q.shape[-1]), np.uint8)
+    np.bitwise_and(q, 15, out=out[..., 0, :])
+    np.right_shift(q, 4, out=out[..., 1, :])
+    return out
 
 
-def _fifth_bits(high: np.ndarray) -> np.ndarray:
-    """Returns uint8 [n, 2, 16]: 16 where the element's bit of the four bytes is set."""
-    return (np.unpackbits(high, axis=1, bitorder="little") << 4).reshape(-1, 2, 16)
+def _five_bits(blocks: np.ndarray) -> np.ndarray:
+    """Returns uint8 [n, 32] with the fifth bits of four bytes, element 0's the lowest."""
+    fifth = np.unpackbits(blocks["high"].reshape(-1), bitorder="little") * np.uint8(16)
+    return _halves(blocks["q"]).reshape(-1, 32) | fifth.reshape(-1, 32)
 
 
 def _decode_q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
@@ -62,29 +66,25 @@ def _decode_q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
 
 def _decode_q4_0(blocks: np.ndarray, out: np.ndarray) -> None:
     """Writes d * (q - 8); byte i holds element i in its low half and element i + 16 in its high."""
-    out[:] = _halves(blocks["q"]).reshape(out.shape)
-    out -= 8
-    out *= _float32(blocks["d"])
+    q = _halves(blocks["q"]).reshape(-1, 32).view(np.int8)
+    np.multiply(q - np.int8(8), _float32(blocks["d"]), out=out)
 
 
 def _decode_q4_1(blocks: np.ndarray, out: np.ndarray) -> None:
     """Writes d * q + m, with q as in Q4_0."""
-    out[:] = _halves(blocks["q"]).reshape(out.shape)
-    out *= _float32(blocks["d"])
+    np.multiply(_halves(blocks["q"]).reshape(-1, 32), _float32(blocks["d"]), out=out)
     out += _float32(blocks["m"])
 
 
 def _decode_q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
-    """Writes d * (q - 16), with q as in Q4_0 and its fifth bits in `high`, element 0's lowest."""
-    out[:] = (_halves(blocks["q"]) | _fifth_bits(blocks["high"])).reshape(out.shape)
-    out -= 16
-    out *= _float32(blocks["d"])
+    """Writes d * (q - 16), with q as in Q4_0 and its fifth bits."""
+    q = _five_bits(blocks).view(np.int8)
+    np.multiply(q - np.int8(16), _float32(blocks["d"]), out=out)
 
 
 def _decode_q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
     """Writes d * q + m, with q as in Q5_0."""
-    out[:] = (_halves(blocks["q"]) | _fifth_bits(blocks["high"])).reshape(out.shape)
-    out *= _float32(blocks["d"])
+    np.multiply(_five_bits(blocks), _float32(blocks["d"]), out=out)
     out += _float32(blocks["m"])
 
 
@@ -108,8 +108,8 @@ def _decode_q4_k(blocks: np.ndarray, out: np.ndarray) -> None:
     """Writes scale * q - min in eight parts of 32; 32 bytes hold two parts, low halves first."""
     scales, mins = _scales_and_mins(blocks)
     parts = out.reshape(-1, 8, 32)
-    parts[:] = _halves(blocks["q"].reshape(-1, 4, 32)).reshape(parts.shape)
-    parts *= scales
+    q = _halves(blocks["q"].reshape(-1, 4, 32)).reshape(parts.shape)
+    np.multiply(q, scales, out=parts)
     parts -= mins
 
 
@@ -117,9 +117,11 @@ def _decode_q5_k(blocks: np.ndarray, out: np.ndarray) -> None:
     """Writes as Q4_K; the fifth bit of element i of part p is bit p of `high[i]`."""
     scales, mins = _scales_and_mins(blocks)
     parts = out.reshape(-1, 8, 32)
-    bits = blocks["high"][:, None] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    parts[:] = _halves(blocks["q"].reshape(-1, 4, 32)).reshape(parts.shape) | bits << 4
-    parts *= scales
+    q = _halves(blocks["q"].reshape(-1, 4, 32)).reshape(parts.shape)
+    high = np.ascontiguousarray(blocks["high"])
+    for part in range(8):
+        q[:, part] |= (high >> part & 1) * np.uint8(16)
+    np.multiply(q, scales, out=parts)
     parts -= mins
 
 
@@ -127,15 +129,15 @@ def _decode_q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
     """Writes d * scale * (q - 32) in sixteen parts of 16, each with its scale.
 
     Each half of 128 elements has four runs of 32: the low halves of 64 bytes, then their high
-    ones; the upper two bits of the runs are the four pairs of bits of the half's 32 bytes.
+    ones; the upper two bits of run r are bits 2r and 2r + 1 of the half's 32 bytes.
     """
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    upper = blocks["high"].reshape(-1, 2, 1, 32) >> shifts & 3
-    lower = _halves(blocks["q"].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    parts = out.reshape(-1, 16, 16)
-    parts[:] = (lower | upper << 4).reshape(parts.shape)
-    parts -= 32
-    parts *= _float32(blocks["d"])[..., None] * _float32(blocks["scales"])
+    q = _halves(blocks["q"].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    high = blocks["high"].reshape(-1, 2, 32)
+    for run in range(4):
+        q[:, :, run] |= (high >> 2 * run & 3) * np.uint8(16)
+    scales = _float32(blocks["d"])[..., None] * _float32(blocks["scales"])
+    signed = q.view(np.int8).reshape(-1, 16, 16) - np.int8(32)
+    np.multiply(signed, scales, out=out.reshape(-1, 16, 16))
 
 
 class BlockType(NamedTuple):
