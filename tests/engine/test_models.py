@@ -188,6 +188,69 @@ def test_gguf_config_is_that_of_the_same_model_in_hugging_face_keys():
         llama.from_gguf(GGUF | {"llama.rope.scaling.type": "yarn"})
 
 
+def renamed(meta, architecture, **more):
+    """Returns the metadata under another architecture, with `more` keys of it added."""
+    keys = {key.replace("llama.", f"{architecture}."): value for key, value in meta.items()}
+    return keys | {f"{architecture}.{key.replace('__', '.')}": v for key, v in more.items()}
+
+
+def test_qwen2_gguf_config_is_that_of_the_same_model_in_hugging_face_keys():
+    same = QWEN2 | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert qwen2.from_gguf(renamed(GGUF, "qwen2")) == qwen2.from_hf(same)
+
+
+GEMMA3_GGUF = renamed(
+    GGUF,
+    "gemma3",
+    block_count=7,
+    attention__key_length=32,
+    attention__sliding_window=16,
+    rope__freq_base=1e6,
+)
+
+
+def test_gemma3_gguf_config_is_that_of_the_same_model_in_hugging_face_keys():
+    """What the file does not say: every sixth layer is full, and the others' rope has base 1e4."""
+    old = without(GEMMA3, "rope_parameters", "layer_types", "_sliding_window_pattern") | {
+        "num_hidden_layers": 7,
+        "sliding_window_pattern": 6,
+    }
+    assert gemma3.from_gguf(GEMMA3_GGUF) == gemma3.from_hf(old)
+    assert gemma3.from_gguf(GEMMA3_GGUF).windows == (16,) * 5 + (None, 16)
+    scaling = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    scaled = gemma3.from_gguf(GEMMA3_GGUF | scaling)
+    assert scaled.ropes == (Rope(1e6, "linear", 8.0), Rope(1e4)), "full layers only"
+    newer = renamed(GEMMA3_GGUF, "gemma3", rope__freq_base_swa=5e3, attn_logit_softcapping=50.0)
+    assert gemma3.from_gguf(newer).ropes[1] == Rope(5e3)
+    assert gemma3.from_gguf(newer).attention_softcap == 50
+    pattern = "gemma3.attention.sliding_window_pattern"
+    assert gemma3.from_gguf(GEMMA3_GGUF | {pattern: 2}).rope_of_layer == (1, 0, 1, 0, 1, 0, 1)
+    flags = [True, True, False, True, True, False, True]
+    assert gemma3.from_gguf(GEMMA3_GGUF | {pattern: flags}).rope_of_layer == (1, 1, 0, 1, 1, 0, 1)
+
+
+def test_gemma3_27b_alone_scales_queries_by_the_width_of_a_head():
+    sizes = {"gemma3.embedding_length": 5376, "gemma3.attention.head_count": 32}
+    sizes |= {"gemma3.attention.head_count_kv": 16, "gemma3.attention.key_length": 128}
+    large = gemma3.from_gguf(GEMMA3_GGUF | sizes | {"gemma3.block_count": 62})
+    assert large.attention_scale == (5376 / 32) ** -0.5 == 168**-0.5
+    assert gemma3.from_gguf(GEMMA3_GGUF | sizes).attention_scale == 128**-0.5
+
+
+def test_gguf_rope_scaling_is_read_or_refused_by_name():
+    def ropes(**more):
+        return qwen2.from_gguf(renamed(GGUF, "qwen2", **more)).ropes
+
+    assert ropes(rope__scaling__type="none", rope__scaling__factor=4.0) == (Rope(5e5),)
+    assert ropes(rope__scaling__type="linear", rope__scaling__factor=1.0) == (Rope(5e5),)
+    assert ropes(rope__scaling__factor=4.0) == (Rope(5e5, "linear", 4.0),)
+    assert ropes(rope__dimension_count=16) == (Rope(5e5),)
+    with pytest.raises(ValueError, match="GGUF rope scaling 'yarn' is not supported; use none or"):
+        ropes(rope__scaling__type="yarn")
+    with pytest.raises(ValueError, match="qwen2.rope.dimension_count 8 must be the head size 16"):
+        ropes(rope__dimension_count=8)
+
+
 def gguf_rows(heads, head_width):
     """Returns, for each row of q or k in a GGUF file, which row of the original it is."""
     half = head_width // 2
