@@ -58,7 +58,10 @@ def open_model(path: Path) -> Model:
             f"{path}: {ROPE_FACTORS} scales the rope (as Llama 3.1 does), which is not read from "
             "GGUF; use the model's Hugging Face folder"
         )
-    config = (family.from_gguf if gguf else family.from_hf)(checkpoint.config)
+    try:
+        config = (family.from_gguf if gguf else family.from_hf)(checkpoint.config)
+    except (TypeError, ValueError) as error:  # a value of another type than its key has
+        raise ValueError(f"{path}: {error}") from None
     config = dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
     tokenizer = checkpoint.tokenizer()
     eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))

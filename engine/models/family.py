@@ -142,6 +142,11 @@ def rope_from_hf(config: Mapping[str, Any], parameters: Mapping[str, Any] | None
     theta = float(parameters.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     factor = float(parameters.get("factor") or 1.0)
+    part = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    if part != 1:
+        raise ValueError(
+            f"partial_rotary_factor {part!r} is not supported; the whole head must be rotated"
+        )
     if kind != "llama3":
         # Equal ropes compare equal: only what the kind reads is set.
         return Rope(theta, kind, factor) if kind == "linear" else Rope(theta, kind)

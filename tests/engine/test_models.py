@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from engine.layers import rotate
+from engine.loading import open_model
 from engine.models import FAMILIES, gemma3, llama, qwen2
 from engine.models.config import Rope
 from engine.models.decoder import rope_tables
 from engine.models.oracle import forward
 from engine.models.tree import parameter_specs
 from sharding import Spec
+from tests.fixtures import write_tiny
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny"
 LLAMA, QWEN2, GEMMA3 = (
@@ -147,6 +149,7 @@ def test_a_rope_that_is_not_supported_is_named(key):
         (llama.from_hf, LLAMA | {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV"),
         (gemma3.from_hf, GEMMA3 | {"num_hidden_layers": 5}, "for each of 5 layers"),
         (gemma3.from_hf, GEMMA3 | {"use_bidirectional_attention": True}, "a decoder is causal"),
+        (llama.from_hf, LLAMA | {"partial_rotary_factor": 0.5}, "rotary_factor 0.5 is not support"),
         (llama.from_hf, LLAMA | {"hidden_size": "64"}, "hidden_size '64'; a positive integer"),
         (qwen2.from_hf, QWEN2 | {"vocab_size": -1}, "vocab_size -1; a positive integer"),
         (llama.from_gguf, {"llama.block_count": 2}, "config has no 'llama.attention.head_count'"),
@@ -155,6 +158,18 @@ def test_a_rope_that_is_not_supported_is_named(key):
 def test_a_config_that_cannot_be_built_says_why(read, config, message):
     with pytest.raises(ValueError, match=message):
         read(config)
+
+
+def test_an_unreadable_config_names_its_checkpoint(tmp_path):
+    folder = write_tiny(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    for changes, message in (
+        ({"rope_parameters": {"rope_theta": [1]}}, "float"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers 'two'; a positive integer is needed"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError, match=f"{folder}: .*{message}"):
+            open_model(folder)
 
 
 GGUF = {
