@@ -21,11 +21,12 @@ Prompt = str | Sequence[int]
 class LLM:
     """A language model ready to generate. Calls may not overlap in time.
 
-    model: a known name, a GGUF file or a Hugging Face folder. The options are those of
+    model: a GGUF file, a Hugging Face folder, a known name or a hub name. The options are those of
     `EngineConfig`, where their meanings stand. Building one loads the weights and compiles every
     program (a later start loads them); nothing is compiled after that.
 
-    Raises ValueError or FileNotFoundError, naming the input and the remedy.
+    Raises ValueError or OSError (FileNotFoundError where nothing is there), naming the input and
+    the remedy.
     """
 
     def __init__(self, model: str, **options: Any) -> None:

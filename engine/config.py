@@ -31,7 +31,7 @@ def check_float(name: str, value: Any, *, limits: str, remedy: str) -> None:
 class EngineConfig:
     """What an engine runs and how much of the machine it takes.
 
-    model: a path or a known name.          dtype: one of DTYPES; "auto" lets the platform choose.
+    model: a path, a known or a hub name.   dtype: one of DTYPES; "auto" lets the platform choose.
     max_model_len: prompt and output tokens of one request; None: the model's own limit.
     max_num_seqs: rows, so requests that run at once.
     max_num_batched_tokens: tokens of one step, decodes and prefill chunks together.

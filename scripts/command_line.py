@@ -44,7 +44,7 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "model",
         "smollm2-135m",
-        "A known name, a GGUF file or a Hugging Face folder.",
+        "A GGUF file, a Hugging Face folder, a known name, or owner/name of the hub.",
         flag_values=values,
     )
     flags.DEFINE_string("dtype", None, "auto, float32, bfloat16 or float16.", flag_values=values)

@@ -21,6 +21,10 @@ def run(*arguments):
         (["--model=nope"], "no model is named 'nope'; known names: smollm2-135m"),
         (["--modle=smollm2-135m"], "Unknown command line flag 'modle'"),
         (["--file=absent.whl"], "absent.whl: no such file; give the wheel or the model file"),
+        (
+            ["--model=gemma3-270m", "--file=README.md", "--file=part2.whl"],
+            "part2.whl: no such file; give the wheel or the model file",
+        ),
         (["smollm2-135m"], "unexpected argument 'smollm2-135m'; use --model=NAME"),
     ],
 )
