@@ -44,7 +44,8 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor in its shape; float32 where it is stored quantized, else as stored.
 
-        The array may be a read-only view of the file. Raises KeyError for an unknown name.
+        The array is the caller's own: no view of the file, and held by nobody else. Raises
+        KeyError for an unknown name.
         """
 
     def tokenizer(self) -> Tokenizer | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from checkpoints.buffers import aligned_empty
 from checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -143,19 +144,26 @@ def _transformed_shape(
 
 
 def _read(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> np.ndarray:
-    """Returns the parameter on the host, in memory of its own (never a view of the file)."""
-    stacked = np.empty(target.shape, target.dtype) if source.stack else None
+    """Returns the parameter on the host, in memory that nothing else holds."""
+    if not source.stack:
+        array = _read_tensor(checkpoint, source.names[0], source)
+        if array.dtype == target.dtype and array.flags.c_contiguous:
+            return array  # where it is aligned, the CPU device takes this memory over
+        parameter = aligned_empty(target.shape, target.dtype)
+        parameter[...] = array
+        return parameter
+    parameter = aligned_empty(target.shape, target.dtype)
     for index, name in enumerate(source.names):
-        array = checkpoint.read(name)
-        if source.transform is not None:
-            array = source.transform(array)
-        if stacked is None:
-            return array.astype(target.dtype, order="C", copy=not array.flags.writeable)
-        if array.shape != stacked.shape[1:]:
+        array = _read_tensor(checkpoint, name, source)
+        if array.shape != parameter.shape[1:]:
             raise ValueError(f"tensor {name!r} came as {array.shape} for parameter {path}")
-        stacked[index] = array
-    assert stacked is not None, "a source that is not stacked has one name"
-    return stacked
+        parameter[index] = array
+    return parameter
+
+
+def _read_tensor(checkpoint: Checkpoint, name: str, source: Source) -> np.ndarray:
+    array = checkpoint.read(name)
+    return array if source.transform is None else source.transform(array)
 
 
 def _put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
