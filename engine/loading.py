@@ -46,11 +46,9 @@ def open_model(path: Path) -> Model:
     gguf = checkpoint.kind == "gguf"
     key = "general.architecture" if gguf else "model_type"
     name = checkpoint.config.get(key)
-    family = next((family for family in FAMILIES if name in family.model_types), None)
-    readers = {f.name: f.from_gguf if gguf else f.from_hf for f in FAMILIES}
-    reader = readers[family.name] if family is not None else None
-    if family is None or reader is None:
-        known = [t for f in FAMILIES if readers[f.name] is not None for t in f.model_types]
+    known = {n: f for f in FAMILIES for n in (f.architectures if gguf else f.model_types)}
+    family = known.get(str(name))
+    if family is None:
         raise ValueError(
             f"{path}: {key} {name!r} is not supported in a {checkpoint.kind} checkpoint; "
             f"supported are {', '.join(known)}"
@@ -60,7 +58,7 @@ def open_model(path: Path) -> Model:
             f"{path}: {ROPE_FACTORS} scales the rope (as Llama 3.1 does), which is not read from "
             "GGUF; use the model's Hugging Face folder"
         )
-    config = reader(checkpoint.config)
+    config = (family.from_gguf if gguf else family.from_hf)(checkpoint.config)
     config = dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
     tokenizer = checkpoint.tokenizer()
     eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))
@@ -129,12 +127,13 @@ def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked:
     """Returns where the parameter at a tree path stands in the checkpoint."""
     keys: list[Any] = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
     if keys[0] != "segments":
-        tensor, transform = names.outer[keys[0]]
-        return Source((tensor,), transform, stack=False)
+        entry = names.outer[keys[0]]
+        return Source((entry.tensor,), entry.transform, stack=False)
     run = config.segments()[keys[1]]
-    tensor, transform = names.layers[keys[-1]]
+    entry = names.layers[keys[-1]]
     layers = run if stacked else [run[keys[2]]]
-    return Source(tuple(tensor.format(layer=i) for i in layers), transform, stack=stacked)
+    tensors = tuple(entry.tensor.format(layer=i) for i in layers)
+    return Source(tensors, entry.transform, stack=stacked)
 
 
 def abstract_parameters(

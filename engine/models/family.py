@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family file declares, and the readings of a config that families share."""
+"""What a family file declares, and the readings and writings of a config that families share."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,26 +11,43 @@ from engine.models.config import ModelConfig, Rope
 
 Transform = Callable[[np.ndarray], np.ndarray]
 
+TOKENS = "tokenizer.ggml.tokens"
+
+
+class Entry(NamedTuple):
+    """Where a parameter stands: its tensor, `transform` from stored to ours, `inverse` back.
+
+    Both are None where the tensor is stored as it is used. Tables of "huggingface" have an inverse
+    wherever they have a transform, so that a model can be written again.
+    """
+
+    tensor: str
+    transform: Transform | None = None
+    inverse: Transform | None = None
+
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Where parameters stand in a checkpoint: parameter -> (tensor name, transform or None).
+    """Where parameters stand in a checkpoint; tensor names of `layers` contain "{layer}"."""
 
-    `layers` names contain "{layer}".
-    """
-
-    outer: Mapping[str, tuple[str, Transform | None]]
-    layers: Mapping[str, tuple[str, Transform | None]]
+    outer: Mapping[str, Entry]
+    layers: Mapping[str, Entry]
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One model family. `names(kind, config)` gives the name table of a checkpoint kind."""
+    """One model family. `names(kind, config)` gives the name table of a checkpoint kind.
+
+    `to_hf(config)` is a whole config.json in the keys of transformers 5: `from_hf` of it gives the
+    same ModelConfig.
+    """
 
     name: str
-    model_types: tuple[str, ...]  # `model_type` of config.json, `general.architecture` of GGUF
+    model_types: tuple[str, ...]  # `model_type` of config.json
+    architectures: tuple[str, ...]  # `general.architecture` of GGUF
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    from_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None
+    to_hf: Callable[[ModelConfig], dict[str, Any]]
+    from_gguf: Callable[[Mapping[str, Any]], ModelConfig]
     names: Callable[[str, ModelConfig], Names]
 
 
@@ -39,6 +56,83 @@ def required(config: Mapping[str, Any], key: str) -> Any:
     if config.get(key) is None:
         raise ValueError(f"the model's config has no {key!r}; the checkpoint is incomplete")
     return config[key]
+
+
+def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Returns the positive whole number config[key], or the default where there is none."""
+    value = required(config, key) if default is None else config.get(key) or default
+    if type(value) is not int or value < 1:
+        raise ValueError(f"the model's config has {key} {value!r}; a positive integer is needed")
+    return value
+
+
+def sizes_from_hf(
+    config: Mapping[str, Any], *, max_position: int, head_width: int | None = None
+) -> dict[str, Any]:
+    """Returns the fields of a ModelConfig that config.json of every family spells alike.
+
+    `max_position` and `head_width` (None: the width shared by the heads) hold where it has none.
+    """
+    heads, width = count(config, "num_attention_heads"), count(config, "hidden_size")
+    return {
+        "vocab_size": count(config, "vocab_size"),
+        "width": width,
+        "ffn_width": count(config, "intermediate_size"),
+        "num_layers": count(config, "num_hidden_layers"),
+        "query_heads": heads,
+        "kv_heads": count(config, "num_key_value_heads", heads),
+        "head_width": count(config, "head_dim", head_width or width // heads),
+        "max_position": count(config, "max_position_embeddings", max_position),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "bos_id": first_id(config.get("bos_token_id")),
+        "eos_ids": ids_of(config.get("eos_token_id")),
+    }
+
+
+def sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Returns what config.json of every family spells alike; ids that are unknown are left out."""
+    keys: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.ffn_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.query_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+    }
+    if config.bos_id is not None:
+        keys["bos_token_id"] = config.bos_id
+    if config.eos_ids:
+        only = len(config.eos_ids) == 1
+        keys["eos_token_id"] = config.eos_ids[0] if only else list(config.eos_ids)
+    return keys
+
+
+def sizes_from_gguf(meta: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Returns the fields of a ModelConfig that GGUF files of every architecture spell alike.
+
+    Whether the embeddings are tied is settled later, by whether the file has an output matrix.
+    """
+    heads = count(meta, f"{architecture}.attention.head_count")
+    width = count(meta, f"{architecture}.embedding_length")
+    tokens = None if f"{architecture}.vocab_size" in meta else required(meta, TOKENS)
+    return {
+        "vocab_size": count(meta, f"{architecture}.vocab_size", tokens and len(tokens)),
+        "width": width,
+        "ffn_width": count(meta, f"{architecture}.feed_forward_length"),
+        "num_layers": count(meta, f"{architecture}.block_count"),
+        "query_heads": heads,
+        "kv_heads": count(meta, f"{architecture}.attention.head_count_kv", heads),
+        "head_width": count(meta, f"{architecture}.attention.key_length", width // heads),
+        "max_position": count(meta, f"{architecture}.context_length"),
+        "norm_eps": float(required(meta, f"{architecture}.attention.layer_norm_rms_epsilon")),
+        "tied_embeddings": True,
+        "bos_id": first_id(meta.get("tokenizer.ggml.bos_token_id")),
+        "eos_ids": ids_of(meta.get("tokenizer.ggml.eos_token_id")),
+    }
 
 
 def rope_from_hf(config: Mapping[str, Any], parameters: Mapping[str, Any] | None) -> Rope:
@@ -59,6 +153,92 @@ def rope_from_hf(config: Mapping[str, Any], parameters: Mapping[str, Any] | None
         low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
         high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
         original_max_position=int(original or config.get("max_position_embeddings") or 8192),
+    )
+
+
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """Returns the `rope_parameters` that `rope_from_hf` reads as this rope."""
+    parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        parameters["factor"] = rope.factor
+    if rope.kind == "llama3":
+        parameters["low_freq_factor"] = rope.low_freq_factor
+        parameters["high_freq_factor"] = rope.high_freq_factor
+        parameters["original_max_position_embeddings"] = rope.original_max_position
+    return parameters
+
+
+def rope_from_gguf(meta: Mapping[str, Any], architecture: str, *, theta: float) -> Rope:
+    """Returns the rope of GGUF metadata; `theta` is the base where the file names none.
+
+    A factor without a scaling type is linear, as the format has it. Raises ValueError for other
+    scalings, and where a part of the head only is rotated.
+    """
+    prefix = f"{architecture}.rope"
+    theta = float(meta.get(f"{prefix}.freq_base") or theta)
+    factor = float(meta.get(f"{prefix}.scaling.factor") or 1.0)
+    kind = meta.get(f"{prefix}.scaling.type") or "linear"
+    if kind not in ("none", "linear"):
+        raise ValueError(f"GGUF rope scaling {kind!r} is not supported; use none or linear")
+    head_width = sizes_from_gguf(meta, architecture)["head_width"]
+    if (rotated := meta.get(f"{prefix}.dimension_count", head_width)) != head_width:
+        raise ValueError(
+            f"{prefix}.dimension_count {rotated} must be the head size {head_width}; "
+            "a head that is rotated in part is not supported"
+        )
+    # Equal ropes compare equal: a factor of 1 is no scaling.
+    return Rope(theta, "linear", factor) if kind == "linear" and factor != 1 else Rope(theta)
+
+
+Conversions = Mapping[str, tuple[Transform, Transform | None]]
+
+
+def hf_names(
+    config: ModelConfig, layers: Mapping[str, str], conversions: Conversions | None = None
+) -> Names:
+    """Returns the name table of a Hugging Face folder, for the parameters that `config` has.
+
+    `layers` is {parameter: name within a layer}, `conversions` {parameter: (transform, inverse)}.
+    """
+    outer = {
+        "embedding": "model.embed_tokens.weight",
+        "final_norm": "model.norm.weight",
+        "head": "lm_head.weight",
+    }
+    return _present(config, outer, layers, "model.layers.{layer}.", conversions or {})
+
+
+def gguf_names(
+    config: ModelConfig, layers: Mapping[str, str], conversions: Conversions | None = None
+) -> Names:
+    """Returns the name table of a GGUF file; arguments as for `hf_names`."""
+    outer = {
+        "embedding": "token_embd.weight",
+        "final_norm": "output_norm.weight",
+        "head": "output.weight",
+    }
+    return _present(config, outer, layers, "blk.{layer}.", conversions or {})
+
+
+def _present(
+    config: ModelConfig,
+    outer: Mapping[str, str],
+    layers: Mapping[str, str],
+    prefix: str,
+    conversions: Conversions,
+) -> Names:
+    any_dtype = np.dtype(np.float32)
+
+    def entries(prefix, tensors, specs):
+        return {
+            name: Entry(prefix + tensors[name], *conversions.get(name, ()))
+            for name in tensors
+            if name in specs
+        }
+
+    return Names(
+        entries("", outer, config.outer_specs(any_dtype)),
+        entries(prefix, layers, config.layer_specs(any_dtype)),
     )
 
 

@@ -6,8 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.config import ModelConfig
-from engine.models.family import Family, Names, first_id, ids_of, required, rope_from_hf
+from engine.models.config import ModelConfig, Rope
+from engine.models.family import (
+    Family,
+    Names,
+    count,
+    gguf_names,
+    hf_names,
+    rope_from_gguf,
+    rope_from_hf,
+    rope_to_hf,
+    sizes_from_gguf,
+    sizes_from_hf,
+    sizes_to_hf,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+PERIOD = 6  # every sixth layer attends to all, unless the checkpoint says otherwise
+LAYERS_OF_27B = 62
 
 HF_LAYERS = {
     "attention_norm": "input_layernorm.weight",
@@ -24,6 +40,22 @@ HF_LAYERS = {
     "down": "mlp.down_proj.weight",
     "post_mlp_norm": "post_feedforward_layernorm.weight",
 }
+GGUF_LAYERS = {
+    "attention_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "post_attention_norm": "post_attention_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "post_mlp_norm": "post_ffw_norm.weight",
+}
+NORMS = ("final_norm", *(name for name in HF_LAYERS if name.endswith("norm")))
 
 
 def plus_one(weight: np.ndarray) -> np.ndarray:
@@ -31,22 +63,37 @@ def plus_one(weight: np.ndarray) -> np.ndarray:
     return weight.astype(np.float32) + 1
 
 
+def minus_one(weight: np.ndarray) -> np.ndarray:
+    """Returns weight - 1 in float32, what `plus_one` takes."""
+    return weight.astype(np.float32) - 1
+
+
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Returns each layer's attention type, from `layer_types` or the older pattern key."""
     if config.get("layer_types"):
         return list(config["layer_types"])
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-    full, sliding = "full_attention", "sliding_attention"
-    return [full if (layer + 1) % pattern == 0 else sliding for layer in range(layers)]
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    return periodic(pattern or PERIOD, layers)
 
 
-def ropes(config: Mapping[str, Any]):
+def periodic(period: int, layers: int) -> list[str]:
+    """Returns the types of layers of which every `period`th is full."""
+    return [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(layers)]
+
+
+def by_layer(types: list[str], window: int) -> dict[str, Any]:
+    """Returns the fields that follow from the layers' types; rope 0 is that of full layers."""
+    return {
+        "rope_of_layer": tuple(int(kind == SLIDING) for kind in types),
+        "windows": tuple(window if kind == SLIDING else None for kind in types),
+    }
+
+
+def ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Returns (full rope, sliding rope) from nested `rope_parameters` or the older keys."""
     nested = config.get("rope_parameters") or {}
-    if "full_attention" in nested:
-        return tuple(
-            rope_from_hf(config, nested[kind]) for kind in ("full_attention", "sliding_attention")
-        )
+    if FULL in nested:
+        return rope_from_hf(config, nested[FULL]), rope_from_hf(config, nested[SLIDING])
     local = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
     full = {**config, "rope_theta": config.get("rope_theta") or 1e6}
     return rope_from_hf(full, nested or None), rope_from_hf({}, local)
@@ -56,51 +103,84 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face gemma3_text config, old or new keys."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: a decoder is causal")
-    layers = required(config, "num_hidden_layers")
-    types = layer_types(config, layers)
-    window = required(config, "sliding_window")
-    width = required(config, "hidden_size")
+    sizes = sizes_from_hf(config, max_position=131072, head_width=256)
+    types = layer_types(config, sizes["num_layers"])
     return ModelConfig(
-        family="gemma3",
-        vocab_size=required(config, "vocab_size"),
-        width=width,
-        ffn_width=required(config, "intermediate_size"),
-        num_layers=layers,
-        query_heads=required(config, "num_attention_heads"),
-        kv_heads=required(config, "num_key_value_heads"),
-        head_width=config.get("head_dim") or 256,
-        max_position=config.get("max_position_embeddings") or 131072,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        activation="gelu_tanh",
+        **sizes,
+        **by_layer(types, count(config, "sliding_window")),
+        **ALWAYS,
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         ropes=ropes(config),
-        rope_of_layer=tuple(int(kind == "sliding_attention") for kind in types),
-        windows=tuple(window if kind == "sliding_attention" else None for kind in types),
         attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
-        embedding_scale=width**0.5,
-        qk_norm=True,
-        post_norms=True,
+        embedding_scale=sizes["width"] ** 0.5,
         attention_softcap=config.get("attn_logit_softcapping"),
         logit_softcap=config.get("final_logit_softcapping"),
-        bos_id=first_id(config.get("bos_token_id")),
-        eos_ids=ids_of(config.get("eos_token_id")),
+    )
+
+
+ALWAYS: dict[str, Any] = {
+    "family": "gemma3",
+    "activation": "gelu_tanh",
+    "qk_norm": True,
+    "post_norms": True,
+}
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Returns config.json of a gemma3_text."""
+    # The scalar is an integer in every published config, and readers expect one where they can.
+    scalar = round(config.attention_scale**-2, 6)
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        **sizes_to_hf(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "layer_types": [SLIDING if rope else FULL for rope in config.rope_of_layer],
+        "sliding_window": next((w for w in config.windows if w is not None), config.max_position),
+        "rope_parameters": {
+            FULL: rope_to_hf(config.ropes[0]),
+            SLIDING: rope_to_hf(config.ropes[1]),
+        },
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+    }
+
+
+def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Returns the ModelConfig of a GGUF file's metadata (architecture "gemma3").
+
+    The 27B model alone scales its queries by the width per head; the file does not say so.
+    """
+    sizes = sizes_from_gguf(meta, "gemma3")
+    layers, width = sizes["num_layers"], sizes["width"]
+    is_27b = layers == LAYERS_OF_27B
+    pattern = meta.get("gemma3.attention.sliding_window_pattern") or PERIOD
+    if isinstance(pattern, list):  # one flag a layer, in newer files
+        types = [SLIDING if slides else FULL for slides in pattern]
+    else:
+        types = periodic(pattern, layers)
+    return ModelConfig(
+        **sizes,
+        **by_layer(types, count(meta, "gemma3.attention.sliding_window")),
+        **ALWAYS,
+        ropes=(
+            rope_from_gguf(meta, "gemma3", theta=1e6),
+            Rope(float(meta.get("gemma3.rope.freq_base_swa") or 10000.0)),
+        ),
+        attention_scale=(width / sizes["query_heads"] if is_27b else sizes["head_width"]) ** -0.5,
+        embedding_scale=width**0.5,
+        attention_softcap=meta.get("gemma3.attn_logit_softcapping"),
+        logit_softcap=meta.get("gemma3.final_logit_softcapping"),
     )
 
 
 def names(kind: str, config: ModelConfig) -> Names:
-    """Returns the name table of a Hugging Face folder."""
-    norms = [name for name in HF_LAYERS if name.endswith("norm")]
-    layers = {
-        name: (f"model.layers.{{layer}}.{tensor}", plus_one if name in norms else None)
-        for name, tensor in HF_LAYERS.items()
-    }
-    outer = {
-        "embedding": ("model.embed_tokens.weight", None),
-        "final_norm": ("model.norm.weight", plus_one),
-    }
-    if not config.tied_embeddings:
-        outer["head"] = ("lm_head.weight", None)
-    return Names(outer, layers)
+    """Returns the name table of a checkpoint kind; GGUF stores norms as they multiply."""
+    if kind == "gguf":
+        return gguf_names(config, GGUF_LAYERS)
+    return hf_names(config, HF_LAYERS, dict.fromkeys(NORMS, (plus_one, minus_one)))
 
 
-FAMILY = Family("gemma3", ("gemma3_text",), from_hf, None, names)
+FAMILY = Family("gemma3", ("gemma3_text",), ("gemma3",), from_hf, to_hf, from_gguf, names)

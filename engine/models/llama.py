@@ -6,8 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.config import ModelConfig, Rope
-from engine.models.family import Family, Names, Transform, first_id, ids_of, required, rope_from_hf
+from engine.models.config import ModelConfig
+from engine.models.family import (
+    Family,
+    Names,
+    Transform,
+    gguf_names,
+    hf_names,
+    rope_from_gguf,
+    rope_from_hf,
+    rope_to_hf,
+    sizes_from_gguf,
+    sizes_from_hf,
+    sizes_to_hf,
+)
 
 HF_LAYERS = {
     "attention_norm": "input_layernorm.weight",
@@ -33,6 +45,9 @@ GGUF_LAYERS = {
     "k": "attn_k.weight",
     "v": "attn_v.weight",
     "o": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
     "mlp_norm": "ffn_norm.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
@@ -42,76 +57,63 @@ GGUF_LAYERS = {
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face llama config, old or new keys."""
-    layers = required(config, "num_hidden_layers")
-    heads = required(config, "num_attention_heads")
-    width = required(config, "hidden_size")
-    head_width = config.get("head_dim") or width // heads
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(
-            f"hidden_act {config['hidden_act']!r} is not supported for llama; use silu"
-        )
     return ModelConfig(
         family="llama",
-        vocab_size=required(config, "vocab_size"),
-        width=width,
-        ffn_width=required(config, "intermediate_size"),
-        num_layers=layers,
-        query_heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_width=head_width,
-        max_position=config.get("max_position_embeddings") or 2048,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        activation="silu",
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        ropes=(rope_from_hf(config, config.get("rope_parameters")),),
-        rope_of_layer=(0,) * layers,
-        windows=(None,) * layers,
-        attention_scale=head_width**-0.5,
+        **plain_from_hf(config, max_position=2048),
         qkv_bias=bool(config.get("attention_bias", False)),
         output_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
-        bos_id=first_id(config.get("bos_token_id")),
-        eos_ids=ids_of(config.get("eos_token_id")),
     )
+
+
+def plain_from_hf(config: Mapping[str, Any], *, max_position: int) -> dict[str, Any]:
+    """Returns the fields of a decoder with SwiGLU, one rope, full attention and no extra norms.
+
+    `max_position` holds where the config has none.
+    """
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act {activation!r} is not supported here; use silu")
+    sizes = sizes_from_hf(config, max_position=max_position)
+    sizes["tied_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    return plain(sizes) | {"ropes": (rope_from_hf(config, config.get("rope_parameters")),)}
+
+
+def plain(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Returns `sizes` with what such a decoder has in every layer."""
+    return sizes | {
+        "activation": "silu",
+        "rope_of_layer": (0,) * sizes["num_layers"],
+        "windows": (None,) * sizes["num_layers"],
+        "attention_scale": sizes["head_width"] ** -0.5,
+    }
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Returns config.json of a llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **plain_to_hf(config),
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+
+
+def plain_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys that `plain_from_hf` reads."""
+    rope = rope_to_hf(config.ropes[0])
+    return {**sizes_to_hf(config), "hidden_act": "silu", "rope_parameters": rope}
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a GGUF file's metadata (architecture "llama")."""
-    layers = int(required(meta, "llama.block_count"))
-    heads = int(required(meta, "llama.attention.head_count"))
-    width = int(required(meta, "llama.embedding_length"))
-    head_width = int(meta.get("llama.attention.key_length") or width // heads)
-    if (kind := meta.get("llama.rope.scaling.type")) not in (None, "none", "linear"):
-        raise ValueError(f"GGUF rope scaling {kind!r} is not supported; use none or linear")
-    if (rotated := meta.get("llama.rope.dimension_count", head_width)) != head_width:
-        raise ValueError(f"llama.rope.dimension_count {rotated} must be the head size {head_width}")
-    linear = meta.get("llama.rope.scaling.type") == "linear"
-    rope = Rope(
-        theta=float(meta.get("llama.rope.freq_base") or 10000.0),
-        kind="linear" if linear else "default",
-        factor=float(meta.get("llama.rope.scaling.factor") or 1.0),
-    )
-    vocab_size = meta.get("llama.vocab_size") or len(required(meta, "tokenizer.ggml.tokens"))
-    return ModelConfig(
-        family="llama",
-        vocab_size=int(vocab_size),
-        width=width,
-        ffn_width=int(required(meta, "llama.feed_forward_length")),
-        num_layers=layers,
-        query_heads=heads,
-        kv_heads=int(meta.get("llama.attention.head_count_kv") or heads),
-        head_width=head_width,
-        max_position=int(required(meta, "llama.context_length")),
-        norm_eps=float(required(meta, "llama.attention.layer_norm_rms_epsilon")),
-        activation="silu",
-        tied_embeddings=True,  # settled by whether the file has an output matrix
-        ropes=(rope,),
-        rope_of_layer=(0,) * layers,
-        windows=(None,) * layers,
-        attention_scale=head_width**-0.5,
-        bos_id=first_id(meta.get("tokenizer.ggml.bos_token_id")),
-        eos_ids=ids_of(meta.get("tokenizer.ggml.eos_token_id")),
-    )
+    return ModelConfig(family="llama", **plain_from_gguf(meta, "llama"))
+
+
+def plain_from_gguf(meta: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Returns the same fields as `plain_from_hf`, of a GGUF file's metadata."""
+    rope = rope_from_gguf(meta, architecture, theta=10000.0)
+    return plain(sizes_from_gguf(meta, architecture)) | {"ropes": (rope,)}
 
 
 def unpermute(heads: int) -> Transform:
@@ -130,26 +132,12 @@ def unpermute(heads: int) -> Transform:
 
 def names(kind: str, config: ModelConfig) -> Names:
     """Returns the name table of a checkpoint kind."""
-    present = config.layer_specs(np.dtype(np.float32))
-    if kind == "gguf":
-        transforms = {"q": unpermute(config.query_heads), "k": unpermute(config.kv_heads)}
-        layers = {
-            name: (f"blk.{{layer}}.{tensor}", transforms.get(name))
-            for name, tensor in GGUF_LAYERS.items()
-        }
-        outer = {"embedding": "token_embd.weight", "final_norm": "output_norm.weight"}
-        head = "output.weight"
-    else:
-        layers = {
-            name: (f"model.layers.{{layer}}.{tensor}", None)
-            for name, tensor in HF_LAYERS.items()
-            if name in present
-        }
-        outer = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
-        head = "lm_head.weight"
-    if not config.tied_embeddings:
-        outer["head"] = head
-    return Names({name: (tensor, None) for name, tensor in outer.items()}, layers)
+    if kind != "gguf":
+        return hf_names(config, HF_LAYERS)
+    heads = {"q": config.query_heads, "k": config.kv_heads}
+    return gguf_names(
+        config, GGUF_LAYERS, {name: (unpermute(n), None) for name, n in heads.items()}
+    )
 
 
-FAMILY = Family("llama", ("llama",), from_hf, from_gguf, names)
+FAMILY = Family("llama", ("llama",), ("llama",), from_hf, to_hf, from_gguf, names)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.layers import rotate
-from engine.models import gemma3, llama
+from engine.models import FAMILIES, gemma3, llama, qwen2
 from engine.models.config import Rope
 from engine.models.decoder import rope_tables
 from engine.models.oracle import forward
@@ -20,7 +20,9 @@ from engine.models.tree import parameter_specs
 from sharding import Spec
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny"
-LLAMA, GEMMA3 = (json.loads((TINY / n / "config.json").read_text()) for n in ("llama", "gemma3"))
+LLAMA, QWEN2, GEMMA3 = (
+    json.loads((TINY / name / "config.json").read_text()) for name in ("llama", "qwen2", "gemma3")
+)
 
 
 def without(config, *keys):
@@ -145,6 +147,8 @@ def test_a_rope_that_is_not_supported_is_named(key):
         (llama.from_hf, LLAMA | {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV"),
         (gemma3.from_hf, GEMMA3 | {"num_hidden_layers": 5}, "for each of 5 layers"),
         (gemma3.from_hf, GEMMA3 | {"use_bidirectional_attention": True}, "a decoder is causal"),
+        (llama.from_hf, LLAMA | {"hidden_size": "64"}, "hidden_size '64'; a positive integer"),
+        (qwen2.from_hf, QWEN2 | {"vocab_size": -1}, "vocab_size -1; a positive integer"),
         (llama.from_gguf, {"llama.block_count": 2}, "config has no 'llama.attention.head_count'"),
     ],
 )
@@ -202,8 +206,10 @@ def test_gguf_q_and_k_are_unpermuted_by_their_own_heads():
     layers = llama.names("gguf", llama.from_gguf(GGUF)).layers
     for name, heads in (("q", 4), ("k", 2)):
         rows = np.arange(heads * 16)[:, None]
-        np.testing.assert_array_equal(layers[name][1](rows[gguf_rows(heads, 16)]), rows)
-    assert {name for name, (_, transform) in layers.items() if transform} == {"q", "k"}
+        np.testing.assert_array_equal(layers[name].transform(rows[gguf_rows(heads, 16)]), rows)
+    assert {name for name, entry in layers.items() if entry.transform} == {"q", "k"}
+    qwen = qwen2.names("gguf", qwen2.from_hf(QWEN2))
+    assert not any(entry.transform for entry in [*qwen.outer.values(), *qwen.layers.values()])
 
 
 @pytest.mark.parametrize(
@@ -214,6 +220,9 @@ def test_gguf_q_and_k_are_unpermuted_by_their_own_heads():
         (llama, "huggingface", llama.from_hf(LLAMA | {"tie_word_embeddings": True})),
         (llama, "gguf", llama.from_gguf(GGUF)),
         (llama, "gguf", dataclasses.replace(llama.from_gguf(GGUF), tied_embeddings=False)),
+        (qwen2, "huggingface", qwen2.from_hf(QWEN2)),
+        (qwen2, "gguf", qwen2.from_hf(QWEN2 | {"tie_word_embeddings": False})),
+        (gemma3, "gguf", gemma3.from_hf(GEMMA3)),
         (gemma3, "huggingface", gemma3.from_hf(GEMMA3)),
         (gemma3, "huggingface", gemma3.from_hf(GEMMA3 | {"tie_word_embeddings": False})),
     ],
@@ -222,15 +231,87 @@ def test_every_parameter_has_one_tensor(family, kind, config):
     names = family.names(kind, config)
     assert set(names.layers) == set(config.layer_specs(np.dtype(np.float32)))
     assert set(names.outer) == set(config.outer_specs(np.dtype(np.float32)))
-    tensors = [tensor for tensor, _ in [*names.outer.values(), *names.layers.values()]]
-    assert len(set(tensors)) == len(tensors)
-    assert all("{layer}" in tensor for tensor, _ in names.layers.values())
+    entries = [*names.outer.values(), *names.layers.values()]
+    assert len({entry.tensor for entry in entries}) == len(entries)
+    assert all("{layer}" in entry.tensor for entry in names.layers.values())
+
+
+SLIDING_QWEN2 = QWEN2 | {
+    "use_sliding_window": True,
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+}
+
+
+def test_qwen2_config_in_old_and_new_keys():
+    new = qwen2.from_hf(QWEN2)
+    old = without(QWEN2, "rope_parameters", "layer_types") | {"rope_theta": 1e6}
+    assert qwen2.from_hf(old) == new
+    assert qwen2.from_hf(old | {"sliding_window": 16, "max_window_layers": 1}) == new
+    assert new.ropes == (Rope(1e6),) and new.windows == (None,) * 3 and new.tied_embeddings
+    assert new.qkv_bias and not new.output_bias and not new.mlp_bias
+    slides = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    assert qwen2.from_hf(old | slides) == qwen2.from_hf(SLIDING_QWEN2)
+    assert qwen2.from_hf(SLIDING_QWEN2).windows == (None, 16, 16)
+
+
+CONFIGS = {
+    "llama": llama.from_hf(LLAMA),
+    "llama, biases": llama.from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama, several ends": llama.from_hf(LLAMA | {"eos_token_id": [2, 7], "bos_token_id": None}),
+    "llama, linear": dataclasses.replace(
+        llama.from_hf(LLAMA), ropes=(Rope(1e4, "linear", 4.0),), eos_ids=()
+    ),
+    "qwen2": qwen2.from_hf(QWEN2),
+    "qwen2, windows": qwen2.from_hf(SLIDING_QWEN2),
+    "gemma3": gemma3.from_hf(GEMMA3),
+    "gemma3, 27B's scale": gemma3.from_hf(GEMMA3 | {"query_pre_attn_scalar": 168}),
+    "gemma3, softcaps": gemma3.from_hf(
+        GEMMA3 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    ),
+    "gemma3, no window": gemma3.from_hf(GEMMA3 | {"layer_types": ["full_attention"] * 4}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_written_for_hugging_face_reads_back_the_same(name):
+    config = CONFIGS[name]
+    family = next(family for family in FAMILIES if family.name == config.family)
+    written = json.loads(json.dumps(family.to_hf(config)))
+    assert written["model_type"] in family.model_types and "dtype" not in written
+    assert family.from_hf(written) == config
+
+
+@pytest.mark.parametrize("original", [LLAMA, QWEN2, SLIDING_QWEN2, GEMMA3])
+def test_a_written_config_says_what_the_original_said(original):
+    """Keys of the folders that transformers wrote: each value that we write is theirs."""
+    family = next(f for f in FAMILIES if original["model_type"] in f.model_types)
+    written = family.to_hf(family.from_hf(original))
+    assert set(written) - set(original) <= {"head_dim"}
+    assert {key: original[key] for key in written if key in original} == {
+        key: value for key, value in written.items() if key in original
+    }
+
+
+@pytest.mark.parametrize("config", [llama.from_hf(LLAMA), gemma3.from_hf(GEMMA3)])
+def test_every_transform_of_hugging_face_names_is_undone_by_its_inverse(config):
+    family = next(family for family in FAMILIES if family.name == config.family)
+    names = family.names("huggingface", config)
+    stored = np.random.default_rng(0).standard_normal(8).astype(np.float32)
+    for entry in [*names.outer.values(), *names.layers.values()]:
+        assert (entry.transform is None) == (entry.inverse is None)
+        if entry.transform:
+            there = entry.transform(stored)
+            np.testing.assert_array_equal(entry.transform(entry.inverse(there)), there)
+            np.testing.assert_allclose(entry.inverse(there), stored, atol=2**-23)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
-    "config", [llama.from_hf(LLAMA), gemma3.from_hf(GEMMA3)], ids=["llama", "gemma3"]
+    "config",
+    [llama.from_hf(LLAMA), qwen2.from_hf(QWEN2), gemma3.from_hf(GEMMA3)],
+    ids=["llama", "qwen2", "gemma3"],
 )
 def test_names_in_the_decoder_state_the_shapes(config, stacked, dtype, shape_suffixes):
     specs = parameter_specs(config, np.dtype(dtype), stacked=stacked)

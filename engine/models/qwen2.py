@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen 2 and 2.5: a llama with biases on q, k and v, and windows in some layers if so configured.
+
+GGUF files of it keep the rows of q and k in Hugging Face's order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.models.config import ModelConfig
+from engine.models.family import Family, Names, gguf_names, hf_names
+from engine.models.llama import GGUF_LAYERS, HF_LAYERS, plain_from_gguf, plain_from_hf, plain_to_hf
+
+
+def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Returns each layer's window: none at all unless `use_sliding_window` is set.
+
+    With it, `layer_types` says which layers slide; in older configs those from
+    `max_window_layers` on.
+    """
+    if not config.get("use_sliding_window") or config.get("sliding_window", 4096) is None:
+        return (None,) * layers
+    window = config.get("sliding_window", 4096)
+    if types := config.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = config.get("max_window_layers", 28)
+    return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """Returns the ModelConfig of a Hugging Face qwen2 config, old or new keys."""
+    fields = plain_from_hf(config, max_position=32768)
+    fields["windows"] = windows(config, fields["num_layers"])
+    return ModelConfig(family="qwen2", **fields, qkv_bias=True)
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Returns config.json of a qwen2."""
+    slides = [window is not None for window in config.windows]
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        **plain_to_hf(config),
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+        "use_sliding_window": any(slides),
+        "sliding_window": next((w for w in config.windows if w is not None), None),
+    }
+
+
+def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Returns the ModelConfig of a GGUF file's metadata (architecture "qwen2")."""
+    return ModelConfig(family="qwen2", **plain_from_gguf(meta, "qwen2"), qkv_bias=True)
+
+
+def names(kind: str, config: ModelConfig) -> Names:
+    """Returns the name table of a checkpoint kind."""
+    if kind == "gguf":
+        return gguf_names(config, GGUF_LAYERS)
+    return hf_names(config, HF_LAYERS)
+
+
+FAMILY = Family("qwen2", ("qwen2",), ("qwen2",), from_hf, to_hf, from_gguf, names)
