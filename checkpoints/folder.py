@@ -4,13 +4,18 @@
 They are those of a Hugging Face folder, whatever holds the weights.
 """
 
+import contextlib
 import json
+import os
 import pathlib
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
 
+from checkpoints.checkpoint import Checkpoint
 from checkpoints.tokenizer import Tokenizer, build_tokenizer
 
 CONFIG = "config.json"
@@ -132,3 +137,71 @@ def _named_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: s
     if token_id is None:
         raise ValueError(f"tokenizer_config.json names {key} {token!r}, which is no token")
     return token_id
+
+
+def check_free(target: pathlib.Path) -> None:
+    """Raises OSError, naming the remedy, where no new folder can be made at `target`."""
+    if target.is_symlink() or target.exists():
+        if not target.is_dir() or any(target.iterdir()):
+            raise FileExistsError(f"{target}: is there already; name a new folder")
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{target}: its parent is no folder; make it, or name another")
+
+
+@contextlib.contextmanager
+def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder beside `target` that takes its name when the block ends well.
+
+    A block that raises leaves nothing behind; a killed process leaves no `target`, but a hidden
+    folder that ends in ".part". Raises OSError as `check_free` does.
+    """
+    check_free(target)
+    target = target.absolute()
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part.mkdir()
+    try:
+        yield part
+        part.rename(target)  # refused by the system if the target is no longer empty
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def write_settings(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
+    """Writes the settings and the tokenizer of a checkpoint as `read_json`, `read_tokenizer` want.
+
+    What is read back equals them: ids, end ids, special and unused ids, BOS rule, template.
+    """
+
+    def write(name: str, value: dict[str, Any]) -> None:
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        (folder / name).write_text(text + "\n", "utf-8")
+
+    write(CONFIG, checkpoint.config)
+    if checkpoint.generation_config:
+        write(GENERATION_CONFIG, checkpoint.generation_config)
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is None:
+        return
+    tokenizer.backend.save(str(folder / TOKENIZER))
+    write(TOKENIZER_CONFIG, _tokenizer_settings(tokenizer))
+    if tokenizer.chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, "utf-8")
+
+
+def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns tokenizer_config.json: what tokenizer.json does not say by itself."""
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": tokenizer.add_bos,
+    }
+    # An id without an entry has no name: config.json has it.
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    for key, token_id in ids.items():
+        name = None if token_id is None else tokenizer.backend.id_to_token(token_id)
+        if token_id is None or name is not None:
+            settings[key] = name
+    entries = tokenizer.backend.get_vocab(with_added_tokens=True).values()
+    if unused := sorted(set(entries) - tokenizer.known_ids):
+        settings[_UNUSED_IDS] = unused
+    return settings

@@ -10,25 +10,19 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import safetensors
 
 from checkpoints.buffers import read_array
-from checkpoints.checkpoint import TensorInfo
+from checkpoints.checkpoint import DTYPES, TensorInfo
 from checkpoints.folder import CONFIG, GENERATION_CONFIG, inside, read_json, read_tokenizer, unique
 from checkpoints.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-    "BOOL": np.bool_,
-}  # fmt: skip
 
 
 class HuggingFaceCheckpoint:
@@ -47,10 +41,10 @@ class HuggingFaceCheckpoint:
         if "auto_map" in self.config:
             logger.warning("%s: auto_map is ignored; no code of a checkpoint is run", path)
         self.generation_config: dict[str, Any] = read_json(path, GENERATION_CONFIG, optional=True)
-        if (path / _INDEX).exists():
+        if (path / INDEX).exists():
             self._stored = _read_index(path)
-        elif (path / _WEIGHTS).exists():
-            self._stored = _read_header(path, _WEIGHTS)
+        elif (path / WEIGHTS).exists():
+            self._stored = _read_header(path, WEIGHTS)
         else:
             raise ValueError(_no_weights(path))
         self.tensors: Mapping[str, TensorInfo] = {n: s.info for n, s in self._stored.items()}
@@ -58,7 +52,7 @@ class HuggingFaceCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor in the type in which it is stored."""
         file, info, start = self._stored[name]
-        return read_array(file, start, info.shape, _DTYPES[info.dtype])
+        return read_array(file, start, info.shape, DTYPES[info.dtype])
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer in tokenizer.json, or None where the folder has none."""
@@ -75,13 +69,13 @@ class _Stored(NamedTuple):
 
 def _read_index(folder: pathlib.Path) -> dict[str, _Stored]:
     """Returns the tensors that the index lists, each in the shard that it names."""
-    weight_map = read_json(folder, _INDEX).get("weight_map")
+    weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{folder / _INDEX}: weight_map is missing or empty")
+        raise ValueError(f"{folder / INDEX}: weight_map is missing or empty")
     listed: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise ValueError(f"{folder / _INDEX}: tensor {name!r} names no shard")
+            raise ValueError(f"{folder / INDEX}: tensor {name!r} names no shard")
         listed.setdefault(shard, set()).add(name)
     shards = {shard: _read_header(folder, shard) for shard in sorted(listed)}
     missing = [name for name, shard in weight_map.items() if name not in shards[shard]]
@@ -126,10 +120,10 @@ def _read_header(folder: pathlib.Path, shard: str) -> dict[str, _Stored]:
     header.pop("__metadata__", None)
     stored = {}
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(
                 f"{folder}: tensor {name!r} has type {entry['dtype']}, which is not supported; "
-                f"supported: {', '.join(_DTYPES)}"
+                f"supported: {', '.join(DTYPES)}"
             )
         info = TensorInfo(tuple(entry["shape"]), entry["dtype"])
         stored[name] = _Stored(file, info, 8 + length + entry["data_offsets"][0])
@@ -146,4 +140,4 @@ def _no_weights(path: pathlib.Path) -> str:
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:
         return f"{path}: the weights are in {pickles[0]}; {_PICKLE_HINT}"
-    return f"{path}: neither {_WEIGHTS} nor {_INDEX} is there; is the download complete?"
+    return f"{path}: neither {WEIGHTS} nor {INDEX} is there; is the download complete?"
