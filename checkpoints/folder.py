@@ -162,8 +162,11 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         yield part
         part.rename(target)  # refused by the system if the target is no longer empty
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno:
+            # A write names no file when the disk is full.
+            raise OSError(error.errno, error.strerror, str(target)) from None
         raise
 
 

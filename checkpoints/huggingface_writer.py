@@ -31,8 +31,8 @@ def write_huggingface(
             _write_shard(folder / file, checkpoint, names)
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
-            total = sum(num_bytes(checkpoint, name) for name in weight_map)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            total = {"total_size": total_bytes(checkpoint)}
+            index = {"metadata": total, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
@@ -60,6 +60,11 @@ def num_bytes(checkpoint: Checkpoint, name: str) -> int:
     """Returns the bytes of a tensor of a plain type."""
     info = checkpoint.tensors[name]
     return math.prod(info.shape) * np.dtype(DTYPES[info.dtype]).itemsize
+
+
+def total_bytes(checkpoint: Checkpoint) -> int:
+    """Returns the bytes of all tensors of a checkpoint of plain types."""
+    return sum(num_bytes(checkpoint, name) for name in checkpoint.tensors)
 
 
 def _write_shard(file: pathlib.Path, checkpoint: Checkpoint, names: list[str]) -> None:

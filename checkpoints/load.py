@@ -55,10 +55,7 @@ def load_parameters(
     used twice, or has another shape than its target. The host holds one parameter at a time.
     """
     check_parameters(checkpoint, sources, targets)
-    used = {name for source in sources.values() for name in source.names}
-    extra = sorted(set(checkpoint.tensors).difference(used, ignored))
-    if extra:
-        logger.warning("%s: tensors that no parameter needs: %s", checkpoint.path, _list(extra))
+    warn_of_unused(checkpoint, sources, ignored)
     parameters = {}
     for path, source in sources.items():
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.
@@ -94,6 +91,16 @@ def check_parameters(
     shapes: dict[Any, tuple[int, ...]] = {}
     for path, source in sources.items():
         _check_shape(checkpoint, path, source, targets[path], shapes)
+
+
+def warn_of_unused(
+    checkpoint: Checkpoint, sources: Mapping[str, Source], ignored: Collection[str] = ()
+) -> None:
+    """Gives one warning that lists the tensors that no source names, except `ignored`."""
+    used = {name for source in sources.values() for name in source.names}
+    extra = sorted(set(checkpoint.tensors).difference(used, ignored))
+    if extra:
+        logger.warning("%s: tensors that no parameter needs: %s", checkpoint.path, _list(extra))
 
 
 def _check_shape(

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from checkpoints.orbax import write_orbax
+from engine.export import Export
+from engine.loading import open_model
 from tests.fixtures import llama_config, llama_shapes
 
+KINDS = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 ROOT = pathlib.Path(__file__).parents[2]
 
 # VmHWM and not ru_maxrss: the latter begins with the peak of the process that started this one.
@@ -70,8 +74,15 @@ def write_half_billion(folder, dtype):
     [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")],
 )
 def test_a_folder_of_half_a_billion(tmp_path, stored, dtype):
-    kinds = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-    folder = write_half_billion(tmp_path, kinds[stored])
+    folder = write_half_billion(tmp_path, KINDS[stored])
     peak, parameters = peak_and_parameters(folder, dtype)
-    assert parameters > 494e6 * np.dtype(kinds[dtype]).itemsize
+    assert parameters > 494e6 * np.dtype(KINDS[dtype]).itemsize
+    assert peak < 1.15 * parameters + 0.5e9
+
+
+@pytest.mark.slow
+def test_an_orbax_folder_of_half_a_billion(tmp_path):
+    model = open_model(write_half_billion(tmp_path, KINDS["bfloat16"]))
+    write_orbax(Export(model, np.dtype(KINDS["bfloat16"])), tmp_path / "orbax")
+    peak, parameters = peak_and_parameters(tmp_path / "orbax", "float32")
     assert peak < 1.15 * parameters + 0.5e9
