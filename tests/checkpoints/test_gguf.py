@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import checkpoints
+from checkpoints import gguf_blocks
 from tests.checkpoints.gguf_files import (
     BOOL,
     INT32,
@@ -111,10 +112,14 @@ DAMAGED = {
         raw_gguf(records=[record("w", dims=(33, 2), kind=8)]),
         "tensor 'w' has rows of 33, which the 32 elements of a Q8_0 block do not divide",
     ),
-    "unsupported type": (
-        raw_gguf(records=[record("w", dims=(256, 2), kind=12)]),
-        "tensor 'w' has type Q4_K, which is not supported; supported: F32, F16, BF16, Q8_0, Q4_1",
-    ),
+    **{
+        name: (
+            raw_gguf(records=[record("w", dims=(256, 2), kind=kind)]),
+            f"tensor 'w' has type {name}, which is not supported; supported: F32, F16, BF16, Q8_0,",
+        )
+        for kind, name in gguf_blocks.TYPE_NAMES.items()
+        if name not in gguf_blocks.BLOCK_TYPES
+    },
     "unknown type": (raw_gguf(records=[record("w", kind=9999)]), "has type number 9999, which"),
     "offset past the end": (
         raw_gguf(records=[record("w", offset=HUGE)]),

@@ -11,7 +11,7 @@ from tests.checkpoints.gguf_files import write_gguf
 
 
 @pytest.mark.parametrize("name", gguf_blocks.BLOCK_TYPES)
-@pytest.mark.parametrize("shape", [(64,), (3, 96), (2, 3, 32)])
+@pytest.mark.parametrize("shape", [(512,), (3, 768), (2, 3, 256)])
 def test_random_bytes_give_the_same_bits(tmp_path, name, shape):
     kind = gguf.GGMLQuantizationType[name]
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -31,8 +31,10 @@ def test_random_bytes_give_the_same_bits(tmp_path, name, shape):
     assert np.all(same | (np.isnan(array.astype(np.float32)) & np.isnan(expected)))
 
 
-def test_steps_do_not_show(monkeypatch):
-    data = np.random.default_rng(0).integers(0, 60, 20 * 37, np.uint8)
-    whole = gguf_blocks.dequantize(data, "Q4_1", (37, 32))
-    monkeypatch.setattr(gguf_blocks, "_BLOCKS_PER_STEP", 5)
-    np.testing.assert_array_equal(gguf_blocks.dequantize(data, "Q4_1", (37, 32)), whole)
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+def test_steps_do_not_show(monkeypatch, name):
+    size, layout = gguf_blocks.BLOCK_TYPES[name].size, gguf_blocks.BLOCK_TYPES[name].layout
+    data = np.random.default_rng(0).integers(0, 60, layout.itemsize * 37, np.uint8)
+    whole = gguf_blocks.dequantize(data, name, (37, size))
+    monkeypatch.setattr(gguf_blocks, "_ELEMENTS_PER_STEP", 5 * size)
+    np.testing.assert_array_equal(gguf_blocks.dequantize(data, name, (37, size)), whole)

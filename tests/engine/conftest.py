@@ -38,6 +38,11 @@ def golden_llama(own_cache) -> LLM:
 
 
 @pytest.fixture(scope="session")
+def golden_qwen2(own_cache) -> LLM:
+    return LLM(str(GOLDEN / "tiny" / "qwen2"), max_num_seqs=2, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="session")
 def golden_gemma3(own_cache) -> LLM:
     """Gemma 3: windows of 16 beside full attention, so four page groups in one pool."""
     return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=2, max_num_batched_tokens=64)

@@ -25,10 +25,9 @@ def assert_greedy(name, token_ids, expected, margins, least=0.02):
     assert token_ids[:small] == expected[:small], name
 
 
-@pytest.fixture(scope="session", params=["llama", "gemma3"])
-def tiny_golden(request, golden_llama, golden_gemma3):
-    llm = {"llama": golden_llama, "gemma3": golden_gemma3}[request.param]
-    return llm, TINY[request.param]
+@pytest.fixture(scope="session", params=TINY)
+def tiny_golden(request):
+    return request.getfixturevalue(f"golden_{request.param}"), TINY[request.param]
 
 
 def test_tiny_forward(tiny_golden):
