@@ -10,9 +10,11 @@ TensorStore, in whose format Orbax stores them. Both are imported when first nee
 second.
 """
 
+import contextlib
 import json
+import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -99,9 +101,28 @@ def write_orbax(checkpoint: Checkpoint, target: pathlib.Path) -> None:
         arguments = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
         # The reader relies on OCDBT; weights do not compress.
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
-        with ocp.Checkpointer(handler) as checkpointer:
-            save = ocp.args.PyTreeSave(tree, save_args=arguments)
-            checkpointer.save((folder / PARAMETERS).resolve(), args=save)
+        save = ocp.args.PyTreeSave(tree, save_args=arguments)
+        try:
+            with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save((folder / PARAMETERS).resolve(), args=save)
+        except ValueError as error:
+            # TensorStore's only exception; all that is asked of it here is to write files.
+            raise OSError(f"{target}: cannot be written: {_first_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keeps Orbax's threads from logging tracebacks of an error that is raised as well."""
+    log = logging.getLogger("absl")
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _read_manifest(folder: pathlib.Path) -> np.dtype:
@@ -191,9 +212,12 @@ def _info(parameters: pathlib.Path, name: str, store: Any) -> TensorInfo:
 
 
 def _damaged(parameters: pathlib.Path, name: str, error: ValueError) -> str:
-    """Returns a line without the settings that TensorStore appends to its own."""
-    what = str(error).partition(" [tensorstore_spec=")[0].partition("\n")[0]
     return (
-        f"{parameters}: tensor {name!r} cannot be read: {what}; "
+        f"{parameters}: tensor {name!r} cannot be read: {_first_line(error)}; "
         "the folder is damaged or truncated, convert the model again"
     )
+
+
+def _first_line(error: ValueError) -> str:
+    """Returns TensorStore's message without the settings that it appends."""
+    return str(error).partition(" [tensorstore_spec=")[0].partition("\n")[0]

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import checkpoints
 from checkpoints.huggingface_writer import plan_shards, write_huggingface
+from checkpoints.orbax import write_orbax
 from tests.checkpoints.written import CONFIG, TENSORS, Memory, same_tokenizer
 from tests.fixtures import byte_tokenizer, fallback_tokenizer
 
@@ -122,8 +123,8 @@ def test_a_read_that_fails_leaves_nothing(tmp_path):
 
 
 SLOW_WRITE = """
-import pathlib, sys, time
-from checkpoints.huggingface_writer import write_huggingface
+import importlib, pathlib, sys, time
+from checkpoints.orbax import write_orbax
 from tests.checkpoints.written import TENSORS, Memory
 
 class Slow(Memory):
@@ -132,17 +133,20 @@ class Slow(Memory):
         time.sleep(60 if name == "norm" else 0)
         return super().read(name)
 
-write_huggingface(Slow(TENSORS), pathlib.Path(sys.argv[1]))
+module, function, target = sys.argv[1:]
+getattr(importlib.import_module(module), function)(Slow(TENSORS), pathlib.Path(target))
 """
 
 
-def test_a_killed_write_leaves_no_target(tmp_path):
-    command = [sys.executable, "-c", SLOW_WRITE, str(tmp_path / "m")]
+@pytest.mark.parametrize("write", [write_huggingface, write_orbax])
+def test_a_killed_write_leaves_no_target(tmp_path, write):
+    writer = [write.__module__, write.__name__, str(tmp_path / "m")]
+    command = [sys.executable, "-c", SLOW_WRITE, *writer]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         while process.stdout.readline().strip() != "norm":
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
     [left] = tmp_path.iterdir()
     assert left.name.startswith(".m.") and left.name.endswith(".part")
-    write_huggingface(Memory(TENSORS), tmp_path / "m")
+    write(Memory(TENSORS), tmp_path / "m")
     assert checkpoints.open_checkpoint(tmp_path / "m").tensors.keys() == TENSORS.keys()
