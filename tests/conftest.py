@@ -33,14 +33,18 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def smollm2_path(own_cache):
-    """Returns the path of SmolLM2-135M in the user's own cache, fetched when absent: slow tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        if USERS_CACHE is None:
-            patch.delenv("HEADRACE_CACHE")
-        else:
-            patch.setenv("HEADRACE_CACHE", USERS_CACHE)
-        return store.resolve("smollm2-135m")
+def users_model(own_cache):
+    """Returns `path_of(name)` of a named model in the user's own cache, fetched when absent."""
+
+    def path_of(name):
+        with pytest.MonkeyPatch.context() as patch:
+            if USERS_CACHE is None:
+                patch.delenv("HEADRACE_CACHE")
+            else:
+                patch.setenv("HEADRACE_CACHE", USERS_CACHE)
+            return store.resolve(name)
+
+    return path_of
 
 
 @pytest.fixture

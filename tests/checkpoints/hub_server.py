@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import threading
+import urllib.parse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -28,7 +29,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, *, body):
-        files, path = self.server.files, self.path.split("?")[0]
+        files = self.server.files
+        path = urllib.parse.unquote(self.path.split("?")[0])
         api, resolve = (
             f"/api/models/{self.server.repository}/",
             f"/{self.server.repository}/resolve/",

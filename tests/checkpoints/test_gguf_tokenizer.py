@@ -12,7 +12,7 @@ from checkpoints.gguf_tokenizer import tokenizer_from_metadata
 from tests.checkpoints.gguf_files import write_tokenizer_gguf
 from tests.fixtures import BOS, EOS, NOTE, byte_tokenizer, fallback_tokenizer
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "data/golden/smollm2-135m-instruct.json"
+GOLDEN = pathlib.Path(__file__).parents[1] / "data/golden"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 TEXTS = [
     "",
@@ -245,15 +245,32 @@ def test_merges_from_scores_join_as_sentence_piece_does(tmp_path, seed):
         assert [pieces[i] for i in tokenizer.encode(text)] == join_by_score(text, score)
 
 
+REAL = {  # golden file, BOS id, end ids, whether BOS is added, entries, a piece of the template
+    "smollm2-135m": ("smollm2-135m-instruct", 1, (2,), False, 49_152, "<|im_start|>"),
+    "gemma3-270m": ("gemma3-270m", 2, (1,), True, 262_144, None),
+    "qwen2.5-coder-0.5b": (
+        "qwen2.5-coder-0.5b-instruct", 151_643, (151_645,), False, 151_665, "<|im_start|>"
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_smollm2_gives_the_golden_ids(smollm2_path):
-    tokenizer = build(smollm2_path)
-    golden = json.loads(GOLDEN.read_text())
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_model_gives_the_golden_ids(users_model, name):
+    file, bos_id, eos_ids, add_bos, size, template = REAL[name]
+    tokenizer = build(users_model(name))
+    golden = json.loads((GOLDEN / f"{file}.json").read_text())
     for prompt in golden["prompts"]:
         assert tokenizer.encode(prompt["text"]) == prompt["ids"], prompt["name"]
         said = tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False)
         assert said == prompt["greedy_text"], prompt["name"]
     forced = golden["teacher_forced"]
     assert tokenizer.encode(forced["text"]) == forced["ids"]
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (1, (2,), False)
-    assert tokenizer.size == 49_152 and "<|im_start|>" in tokenizer.chat_template
+    assert tokenizer.encode("") == ([bos_id] if add_bos else [])
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (bos_id, eos_ids, add_bos)
+    assert tokenizer.size == size
+    assert (
+        (tokenizer.chat_template is None)
+        if template is None
+        else template in tokenizer.chat_template
+    )

@@ -10,7 +10,12 @@ from engine import LLM, SamplingParams
 from tests.engine.conftest import GOLDEN, engine_on, greedy, run
 
 TINY = json.loads((GOLDEN / "tiny.json").read_text())["archs"]
-SMOLLM2 = json.loads((GOLDEN / "smollm2-135m-instruct.json").read_text())
+REAL = {  # by the name in the store
+    "smollm2-135m": "smollm2-135m-instruct.json",
+    "gemma3-270m": "gemma3-270m.json",
+    "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct.json",
+}
+ATOL = 2e-3  # of logits and log-probabilities of the real models
 
 
 def log_softmax(logits):
@@ -74,67 +79,90 @@ def test_tiny_engine(tiny_golden, budget):
                 assert entry[token].logprob == pytest.approx(expected, abs=1e-3)
 
 
-def check_smollm2(llm):
-    """Asserts all golden figures of SmolLM2 through the paged engine of `llm`."""
-    prompts = SMOLLM2["prompts"]
+class Deviations:
+    """Collects how far figures are from the golden ones; `check` asserts that all are near."""
+
+    def __init__(self):
+        self.largest = 0.0
+
+    def add(self, got, expected):
+        self.largest = max(self.largest, float(np.max(np.abs(np.subtract(got, expected)))))
+
+    def check(self, what):
+        print(f"{what}: the largest deviation is {self.largest:.1e}")
+        assert self.largest < ATOL, what
+
+
+def check_engine(llm, golden, what):
+    """Asserts all golden figures of a real model through the paged engine of `llm`."""
+    deviations = Deviations()
+    prompts = golden["prompts"]
     params = greedy(48, logprobs=5, prompt_logprobs=0)
     outputs = llm.generate([prompt["ids"] for prompt in prompts], params)
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
         assert_greedy(prompt["name"], completion.token_ids, prompt["greedy_ids"], prompt["margins"])
         for token, logit in prompt["top5"]:
-            expected = logit - prompt["logsumexp"]
-            assert completion.logprobs[0][token].logprob == pytest.approx(expected, abs=2e-3)
+            deviations.add(completion.logprobs[0][token].logprob, logit - prompt["logsumexp"])
         small = next((i for i, m in enumerate(prompt["margins"]) if m < 0.02), 48)
         for place, expected in enumerate(prompt["logprobs"][:small]):
             entry = completion.logprobs[place][completion.token_ids[place]]
-            assert entry.logprob == pytest.approx(expected, abs=2e-3), (prompt["name"], place)
-    forced = SMOLLM2["teacher_forced"]
+            deviations.add(entry.logprob, expected)
+    forced = golden["teacher_forced"]
     scored = SamplingParams(max_tokens=0, prompt_logprobs=1)
     [output] = llm.generate(forced["ids"], scored)
     for place, expected in enumerate(forced["logprobs"]):
         entry = output.prompt_logprobs[place + 1]
-        assert entry[forced["ids"][place + 1]].logprob == pytest.approx(expected, abs=2e-3)
+        deviations.add(entry[forced["ids"][place + 1]].logprob, expected)
         best = min(entry, key=lambda token: entry[token].rank)
         assert best == forced["argmax_ids"][place]
+    deviations.check(f"{what}, paged engine")
     for prompt in prompts:
         assert llm.tokenizer.encode(prompt["text"]) == prompt["ids"], prompt["name"]
         text = llm.tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False)
         assert text == prompt["greedy_text"], prompt["name"]
 
 
-def check_smollm2_forward(llm):
-    """Asserts the golden figures of SmolLM2 through the plain forward of `llm`."""
-    forced = SMOLLM2["teacher_forced"]
+def check_forward(llm, golden, what):
+    """Asserts the golden figures of a real model through the plain forward of `llm`."""
+    deviations = Deviations()
+    forced = golden["teacher_forced"]
     logprobs = log_softmax(llm.forward(forced["ids"]))
     picked = logprobs[np.arange(len(forced["ids"]) - 1), forced["ids"][1:]]
-    np.testing.assert_allclose(picked, forced["logprobs"], atol=2e-3)
-    for prompt in SMOLLM2["prompts"]:
+    deviations.add(picked, forced["logprobs"])
+    for prompt in golden["prompts"]:
         last = llm.forward(prompt["ids"])[-1]
         top = np.argsort(-last, kind="stable")[:5]
         assert [int(token) for token in top] == [token for token, _ in prompt["top5"]]
-        np.testing.assert_allclose(last[top], [x for _, x in prompt["top5"]], atol=2e-3)
-        first = log_softmax(last)[prompt["greedy_ids"][0]]
-        assert first == pytest.approx(prompt["logprobs"][0], abs=2e-3)
+        deviations.add(last[top], [logit for _, logit in prompt["top5"]])
+        deviations.add(log_softmax(last)[prompt["greedy_ids"][0]], prompt["logprobs"][0])
+    deviations.check(f"{what}, plain forward")
+
+
+def check_checkpoint(path, kind, name):
+    """Asserts all golden figures of the real model `name` from the checkpoint at `path`.
+
+    A budget of 7 tokens cuts every prompt into many chunks. All kinds of checkpoints of a model run
+    the same programs, so only the first is compiled for.
+    """
+    golden = json.loads((GOLDEN / REAL[name]).read_text())
+    for budget in (7, 64):
+        llm = LLM(str(path), max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=budget)
+        assert llm.built.model.checkpoint.kind == kind
+        check_engine(llm, golden, f"{name}, {kind}, {budget} tokens a step")
+    check_forward(llm, golden, f"{name}, {kind}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [7, 64])
-def test_smollm2_gguf(smollm2_path, budget):
-    llm = LLM(str(smollm2_path), max_num_seqs=2, max_num_batched_tokens=budget)
-    check_smollm2(llm)
-    if budget == 64:
-        check_smollm2_forward(llm)
+@pytest.mark.parametrize("name", REAL)
+def test_real_model_from_gguf(users_model, name):
+    check_checkpoint(users_model(name), "gguf", name)
 
 
 @pytest.mark.slow
-def test_smollm2_huggingface_folder(smollm2_path, tmp_path):
-    """Written by gguf-py; the programs are the GGUF's, so nothing is compiled for it."""
+@pytest.mark.parametrize("name", REAL)
+def test_real_model_from_a_huggingface_folder(users_model, tmp_path, name):
+    """Written by gguf-py, and none of our readings of the weights."""
     from tests.engine.gguf_to_folder import write_folder  # gguf-py is a development package
 
-    folder = str(write_folder(smollm2_path, tmp_path))
-    for budget in (7, 64):
-        llm = LLM(folder, max_num_seqs=2, max_num_batched_tokens=budget)
-        assert llm.built.model.checkpoint.kind == "huggingface"
-        check_smollm2(llm)
-    check_smollm2_forward(llm)
+    check_checkpoint(write_folder(users_model(name), tmp_path), "huggingface", name)
