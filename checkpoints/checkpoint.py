@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every checkpoint format offers to the loader."""
 
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -59,3 +60,13 @@ class Checkpoint(Protocol):
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer stored beside the weights, or None where there is none."""
+
+
+def num_bytes(info: TensorInfo) -> int:
+    """Returns the bytes of a tensor of a plain type."""
+    return math.prod(info.shape) * np.dtype(DTYPES[info.dtype]).itemsize
+
+
+def total_bytes(checkpoint: Checkpoint) -> int:
+    """Returns the bytes of all tensors of a checkpoint of plain types."""
+    return sum(map(num_bytes, checkpoint.tensors.values()))

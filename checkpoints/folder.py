@@ -149,14 +149,20 @@ def check_free(target: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
+def new_folder(target: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
     """Yields a folder beside `target` that takes its name when the block ends well.
 
     A block that raises leaves nothing behind; a killed process leaves no `target`, but a hidden
-    folder that ends in ".part". Raises OSError as `check_free` does.
+    folder that ends in ".part". Raises OSError as `check_free` does, and where the disk has no
+    room for `num_bytes`.
     """
     check_free(target)
     target = target.absolute()
+    if (free := shutil.disk_usage(target.parent).free) < num_bytes:
+        raise OSError(
+            f"{target}: needs {num_bytes / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
+            "make room, or name a folder on another disk"
+        )
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     part.mkdir()
     try:

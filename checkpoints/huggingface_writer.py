@@ -2,13 +2,12 @@
 """A writer of model folders in Hugging Face layout: settings, tokenizer, safetensors in shards."""
 
 import json
-import math
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from checkpoints.checkpoint import DTYPES, Checkpoint
+from checkpoints.checkpoint import DTYPES, Checkpoint, num_bytes, total_bytes
 from checkpoints.folder import new_folder, write_settings
 from checkpoints.huggingface import INDEX, WEIGHTS
 
@@ -21,11 +20,11 @@ def write_huggingface(
     """Writes the checkpoint's tensors, as `read` gives them, and its settings to a new folder.
 
     One file where all tensors fit `max_shard_bytes`, else shards of at most that (a larger tensor
-    has a shard of its own) and their index. The folder appears when it is whole; raises
-    FileExistsError where `target` is there already. The host holds one tensor at a time.
+    has a shard of its own) and their index. The folder appears when it is whole; raises OSError
+    where `target` is there already or the disk has no room. The host holds one tensor at a time.
     """
     shards = plan_shards(checkpoint, max_shard_bytes)
-    with new_folder(target) as folder:
+    with new_folder(target, total_bytes(checkpoint)) as folder:
         write_settings(folder, checkpoint)
         for file, names in shards.items():
             _write_shard(folder / file, checkpoint, names)
@@ -41,7 +40,7 @@ def plan_shards(checkpoint: Checkpoint, max_shard_bytes: int) -> dict[str, list[
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
     for name in checkpoint.tensors:
-        size = num_bytes(checkpoint, name)
+        size = num_bytes(checkpoint.tensors[name])
         if size > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
@@ -56,17 +55,6 @@ def plan_shards(checkpoint: Checkpoint, max_shard_bytes: int) -> dict[str, list[
     }
 
 
-def num_bytes(checkpoint: Checkpoint, name: str) -> int:
-    """Returns the bytes of a tensor of a plain type."""
-    info = checkpoint.tensors[name]
-    return math.prod(info.shape) * np.dtype(DTYPES[info.dtype]).itemsize
-
-
-def total_bytes(checkpoint: Checkpoint) -> int:
-    """Returns the bytes of all tensors of a checkpoint of plain types."""
-    return sum(num_bytes(checkpoint, name) for name in checkpoint.tensors)
-
-
 def _write_shard(file: pathlib.Path, checkpoint: Checkpoint, names: list[str]) -> None:
     """Writes a safetensors file: the header's length (8 bytes), the header as JSON, the data.
 
@@ -77,7 +65,7 @@ def _write_shard(file: pathlib.Path, checkpoint: Checkpoint, names: list[str]) -
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:
-        info, size = checkpoint.tensors[name], num_bytes(checkpoint, name)
+        info, size = checkpoint.tensors[name], num_bytes(checkpoint.tensors[name])
         offsets = [at, at + size]
         header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": offsets}
         at += size

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
+from checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, total_bytes
 from checkpoints.folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -88,12 +88,12 @@ def write_orbax(checkpoint: Checkpoint, target: pathlib.Path) -> None:
     """Writes the checkpoint's tensors, as `read` gives them, and its settings to a new folder.
 
     `config["dtype"]` names the type of its tensors. The folder appears when it is whole; raises
-    FileExistsError where `target` is there already. The host holds all parameters at once, as
-    Orbax saves a tree whole.
+    OSError where `target` is there already or the disk has no room. The host holds all parameters
+    twice for a time, as Orbax saves a tree whole.
     """
     import orbax.checkpoint as ocp
 
-    with new_folder(target) as folder:
+    with new_folder(target, total_bytes(checkpoint)) as folder:
         write_settings(folder, checkpoint)
         manifest = {"format_version": FORMAT_VERSION, "dtype": checkpoint.config["dtype"]}
         (folder / MANIFEST).write_text(json.dumps(manifest))

@@ -18,8 +18,9 @@ import numpy as np
 from absl import flags
 
 from checkpoints import store
+from checkpoints.checkpoint import total_bytes
 from checkpoints.folder import check_free
-from checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES, total_bytes, write_huggingface
+from checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES, write_huggingface
 from checkpoints.orbax import write_orbax
 from engine.export import Export
 from engine.loading import open_model, stored_dtype

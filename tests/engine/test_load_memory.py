@@ -86,3 +86,11 @@ def test_an_orbax_folder_of_half_a_billion(tmp_path):
     write_orbax(Export(model, np.dtype(KINDS["bfloat16"])), tmp_path / "orbax")
     peak, parameters = peak_and_parameters(tmp_path / "orbax", "float32")
     assert peak < 1.15 * parameters + 0.5e9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gguf_file_of_half_a_billion(users_model, dtype):
+    """Q4_K and others; the head is not tied, so 630 million parameters."""
+    peak, parameters = peak_and_parameters(users_model("qwen2.5-coder-0.5b"), dtype)
+    assert peak < 1.15 * parameters + 0.5e9
