@@ -65,7 +65,7 @@ def _chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None
     """Returns the template: its own file wins over the one in the tokenizer's settings."""
     file = inside(folder, CHAT_TEMPLATE)
     if file.exists():
-        return file.read_text("utf-8")
+        return file.read_bytes().decode("utf-8")  # its line ends as they are
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
@@ -195,7 +195,7 @@ def write_settings(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     tokenizer.backend.save(str(folder / TOKENIZER))
     write(TOKENIZER_CONFIG, _tokenizer_settings(tokenizer))
     if tokenizer.chat_template is not None:
-        (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, "utf-8")
+        (folder / CHAT_TEMPLATE).write_bytes(tokenizer.chat_template.encode("utf-8"))
 
 
 def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:

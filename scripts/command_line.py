@@ -40,7 +40,7 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "model",
         "smollm2-135m",
-        "A known name, a GGUF file or a Hugging Face folder.",
+        "A known name, a GGUF file, or a Hugging Face or Orbax folder.",
         flag_values=values,
     )
     flags.DEFINE_string("dtype", None, "auto, float32, bfloat16 or float16.", flag_values=values)

@@ -11,7 +11,7 @@ from checkpoints.checkpoint import DTYPES, TensorInfo
 from checkpoints.tokenizer import build_tokenizer
 
 CONFIG = {"model_type": "llama", "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
-TEMPLATE = "{% for message in messages %}{{ message }}\u00e9\u6f22{% endfor %}\n"
+TEMPLATE = "{% for message in messages %}{{ message }}\u00e9\u6f22{% endfor %}\r\n"
 TENSORS = {
     name: np.random.default_rng(i).standard_normal(shape).astype(ml_dtypes.bfloat16)
     for i, (name, shape) in enumerate(
