@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading model checkpoints: GGUF files and Hugging Face folders, and the store of named models.
+"""Model checkpoints: GGUF files are read, Hugging Face and Orbax folders read and written; and
+the store of named models.
 
 This floor knows no model and no request. Parameters are loaded by name tables that the engine
 hands to `checkpoints.load` (imported apart, since it alone needs jax).
@@ -10,13 +11,14 @@ import pathlib
 from checkpoints.checkpoint import Checkpoint, TensorInfo
 from checkpoints.gguf import GGUFCheckpoint
 from checkpoints.huggingface import HuggingFaceCheckpoint
+from checkpoints.orbax import OrbaxCheckpoint, is_orbax
 from checkpoints.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "TensorInfo", "Tokenizer", "open_checkpoint"]
 
 
 def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
-    """Returns the checkpoint at `path`: a GGUF file, or a folder in Hugging Face layout.
+    """Returns the checkpoint at `path`: a GGUF file, or a Hugging Face or Orbax folder.
 
     Only headers are read here; they are checked against the files, so that a truncated download
     fails now. Raises FileNotFoundError where nothing is there, and ValueError (one line, naming
@@ -24,6 +26,8 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     """
     path = pathlib.Path(path)
     if path.is_dir():
+        if is_orbax(path):
+            return OrbaxCheckpoint(path)
         return HuggingFaceCheckpoint(path)
     if path.is_file():
         return GGUFCheckpoint(path)

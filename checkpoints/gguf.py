@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from checkpoints.buffers import read_array
 from checkpoints.checkpoint import TensorInfo
 from checkpoints.gguf_blocks import BLOCK_TYPES, TYPE_NAMES, dequantize
 from checkpoints.gguf_tokenizer import check_tokenizer_metadata, tokenizer_from_metadata
@@ -45,33 +46,33 @@ class _Stored(NamedTuple):
 
 
 class GGUFCheckpoint:
-    """A GGUF file as a `Checkpoint`; tensors are read from a memory map of the file."""
+    """A GGUF file as a `Checkpoint`; a tensor is read at a time, and nothing stays open."""
 
     kind = "gguf"
 
     def __init__(self, path: pathlib.Path) -> None:
         """Reads and checks the header. Raises ValueError naming the file and the fault."""
         self.path = path
+        self._file = path.resolve()
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size == 0:
                 raise ValueError(f"{path}: the file is empty; fetch it again")
-            # Arrays that `read` returns keep the map alive; it goes with the last of them.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        try:
-            metadata, stored = _Reader(self._map).read_all()
-            check_tokenizer_metadata(metadata)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as header:
+                try:
+                    metadata, stored = _Reader(header).read_all()
+                    check_tokenizer_metadata(metadata)
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from None
         self.config: dict[str, Any] = metadata
         self.generation_config: dict[str, Any] = {}
         self._stored = stored
         self.tensors: Mapping[str, TensorInfo] = {name: s.info for name, s in stored.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns the tensor: float32 if it is stored in blocks, else a view of the file."""
+        """Returns the tensor: float32 if it is stored in blocks, else as stored."""
         info, start, num_bytes = self._stored[name]
-        data = np.frombuffer(self._map, np.uint8, num_bytes, start)
+        data = read_array(self._file, start, (num_bytes,), np.uint8)
         return dequantize(data, info.dtype, info.shape)
 
     def tokenizer(self) -> Tokenizer | None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from checkpoints.buffers import aligned_empty
+
 # All numbers of the format, so that a refusal can name what it refuses.
 TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
@@ -177,7 +179,7 @@ def dequantize(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarr
     blocks = data.view(block_type.layout)
     if block_type.decode is None:
         return blocks.reshape(shape)
-    values = np.empty(shape, np.float32)
+    values = aligned_empty(shape, np.float32)
     rows = values.reshape(-1, block_type.size)
     step = _ELEMENTS_PER_STEP // block_type.size
     for start in range(0, len(rows), step):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from checkpoints.buffers import aligned_empty
 from checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,7 @@ def load_parameters(
     used twice, or has another shape than its target. The host holds one parameter at a time.
     """
     check_parameters(checkpoint, sources, targets)
-    used = {name for source in sources.values() for name in source.names}
-    extra = sorted(set(checkpoint.tensors).difference(used, ignored))
-    if extra:
-        logger.warning("%s: tensors that no parameter needs: %s", checkpoint.path, _list(extra))
+    warn_of_unused(checkpoint, sources, ignored)
     parameters = {}
     for path, source in sources.items():
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.
@@ -93,6 +91,16 @@ def check_parameters(
     shapes: dict[Any, tuple[int, ...]] = {}
     for path, source in sources.items():
         _check_shape(checkpoint, path, source, targets[path], shapes)
+
+
+def warn_of_unused(
+    checkpoint: Checkpoint, sources: Mapping[str, Source], ignored: Collection[str] = ()
+) -> None:
+    """Gives one warning that lists the tensors that no source names, except `ignored`."""
+    used = {name for source in sources.values() for name in source.names}
+    extra = sorted(set(checkpoint.tensors).difference(used, ignored))
+    if extra:
+        logger.warning("%s: tensors that no parameter needs: %s", checkpoint.path, _list(extra))
 
 
 def _check_shape(
@@ -143,19 +151,26 @@ def _transformed_shape(
 
 
 def _read(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> np.ndarray:
-    """Returns the parameter on the host, in memory of its own (never a view of the file)."""
-    stacked = np.empty(target.shape, target.dtype) if source.stack else None
+    """Returns the parameter on the host, in memory that nothing else holds."""
+    if not source.stack:
+        array = _read_tensor(checkpoint, source.names[0], source)
+        if array.dtype == target.dtype and array.flags.c_contiguous:
+            return array  # where it is aligned, the CPU device takes this memory over
+        parameter = aligned_empty(target.shape, target.dtype)
+        parameter[...] = array
+        return parameter
+    parameter = aligned_empty(target.shape, target.dtype)
     for index, name in enumerate(source.names):
-        array = checkpoint.read(name)
-        if source.transform is not None:
-            array = source.transform(array)
-        if stacked is None:
-            return array.astype(target.dtype, order="C", copy=not array.flags.writeable)
-        if array.shape != stacked.shape[1:]:
+        array = _read_tensor(checkpoint, name, source)
+        if array.shape != parameter.shape[1:]:
             raise ValueError(f"tensor {name!r} came as {array.shape} for parameter {path}")
-        stacked[index] = array
-    assert stacked is not None, "a source that is not stacked has one name"
-    return stacked
+        parameter[index] = array
+    return parameter
+
+
+def _read_tensor(checkpoint: Checkpoint, name: str, source: Source) -> np.ndarray:
+    array = checkpoint.read(name)
+    return array if source.transform is None else source.transform(array)
 
 
 def _put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

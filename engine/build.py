@@ -16,7 +16,14 @@ from engine.batch import BatchShape
 from engine.buckets import Ladder
 from engine.config import EngineConfig
 from engine.kv import KVLayout, kv_layout
-from engine.loading import Model, abstract_parameters, check_model, load_model, open_model
+from engine.loading import (
+    Model,
+    abstract_parameters,
+    check_model,
+    load_model,
+    open_model,
+    stored_dtype,
+)
 from engine.log import logger
 from engine.loop import Engine
 from engine.memo import Memo
@@ -110,12 +117,9 @@ def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype
     if platform == "cpu":
         logger().info("dtype auto: float32, the fastest that XLA computes in on CPU")
         return np.dtype(np.float32)
-    stored = {info.dtype for info in model.checkpoint.tensors.values()}
-    name = "float32" if stored == {"F32"} else "float16" if "F16" in stored else "bfloat16"
-    if "BF16" in stored or model.checkpoint.kind == "gguf":
-        name = "bfloat16"  # never narrowed to float16; quantized files compute in bfloat16
-    logger().info("dtype auto: %s, as the checkpoint has it", name)
-    return np.dtype(jax.numpy.dtype(name))
+    dtype = stored_dtype(model.checkpoint)
+    logger().info("dtype auto: %s, as the checkpoint has it", dtype)
+    return dtype
 
 
 def context_length(config: EngineConfig, model: Model) -> int:

@@ -16,14 +16,22 @@ from checkpoints.tokenizer import Tokenizer
 from engine.log import logger
 from engine.models import FAMILIES
 from engine.models.config import ModelConfig
-from engine.models.family import Family, Names, ids_of
+from engine.models.family import Entry, Family, Names, ids_of
 from engine.models.tree import parameter_specs
 from sharding import Rules, Spec
 
 # Where the output head stands when embeddings are not tied, by checkpoint kind.
-HEAD_TENSOR = {"gguf": "output.weight", "huggingface": "lm_head.weight"}
+HEAD_TENSOR = {
+    "gguf": "output.weight",
+    "huggingface": "lm_head.weight",
+    "orbax": "lm_head.weight",
+}
 ROPE_FACTORS = "rope_freqs.weight"
-EMBEDDING_TENSOR = {"gguf": "token_embd.weight", "huggingface": "model.embed_tokens.weight"}
+EMBEDDING_TENSOR = {
+    "gguf": "token_embd.weight",
+    "huggingface": "model.embed_tokens.weight",
+    "orbax": "model.embed_tokens.weight",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +101,18 @@ def embeddings_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     return same
 
 
+def stored_dtype(checkpoint: Checkpoint) -> np.dtype:
+    """Returns the type that a checkpoint's weights are best kept in, of float32 and the halves.
+
+    bfloat16 is never narrowed to float16, and quantized files are bfloat16.
+    """
+    stored = {info.dtype for info in checkpoint.tensors.values()}
+    name = "float32" if stored == {"F32"} else "float16" if "F16" in stored else "bfloat16"
+    if "BF16" in stored or checkpoint.kind == "gguf":
+        name = "bfloat16"
+    return np.dtype(jax.numpy.dtype(name))
+
+
 def check_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> None:
     """Raises ValueError naming every missing or mis-shaped tensor, without reading any."""
     sources, targets, _ = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
@@ -128,15 +148,28 @@ def parameter_tables(
 
 def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool) -> Source:
     """Returns where the parameter at a tree path stands in the checkpoint."""
-    keys: list[Any] = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
-    if keys[0] != "segments":
-        entry = names.outer[keys[0]]
-        return Source((entry.tensor,), entry.transform, stack=False)
-    run = config.segments()[keys[1]]
+    keys = path_keys(path)
+    if not stacked or keys[0] != "segments":
+        entry = entry_of(path, names, config)
+        return Source((entry.tensor,), entry.transform)
     entry = names.layers[keys[-1]]
-    layers = run if stacked else [run[keys[2]]]
-    tensors = tuple(entry.tensor.format(layer=i) for i in layers)
-    return Source(tensors, entry.transform, stack=stacked)
+    tensors = tuple(entry.tensor.format(layer=i) for i in config.segments()[keys[1]])
+    return Source(tensors, entry.transform, stack=True)
+
+
+def entry_of(path: tuple[Any, ...], names: Names, config: ModelConfig) -> Entry:
+    """Returns the entry of the one tensor of a parameter that is not stacked, by its tree path."""
+    keys = path_keys(path)
+    if keys[0] != "segments":
+        return names.outer[keys[0]]
+    entry = names.layers[keys[-1]]
+    layer = config.segments()[keys[1]][keys[2]]
+    return entry._replace(tensor=entry.tensor.format(layer=layer))
+
+
+def path_keys(path: tuple[Any, ...]) -> list[Any]:
+    """Returns the keys and indices of a tree path."""
+    return [getattr(key, "key", getattr(key, "idx", None)) for key in path]
 
 
 def abstract_parameters(

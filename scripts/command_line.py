@@ -44,7 +44,7 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "model",
         "smollm2-135m",
-        "A GGUF file, a Hugging Face folder, a known name, or owner/name of the hub.",
+        "A GGUF file, a Hugging Face or Orbax folder, a known name, or owner/name of the hub.",
         flag_values=values,
     )
     flags.DEFINE_string("dtype", None, "auto, float32, bfloat16 or float16.", flag_values=values)

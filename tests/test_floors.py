@@ -18,7 +18,7 @@ FLOORS = [
     ["engine.models.config", "engine.models.tree"],
     ["engine.kv", "engine.layers", "engine.sampling"],
     ["engine.models"],
-    ["engine.batch", "engine.state", "engine.step", "engine.loading"],
+    ["engine.batch", "engine.state", "engine.step", "engine.loading", "engine.export"],
     ["engine.program_store", "engine.programs"],
     ["engine.loop"],
     ["engine.build"],

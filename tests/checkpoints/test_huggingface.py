@@ -89,7 +89,8 @@ def test_the_index_alone_chooses_among_copies(tmp_path, caplog):
         checkpoint = checkpoints.open_checkpoint(folder)
     np.testing.assert_array_equal(checkpoint.read("a"), A)
     np.testing.assert_array_equal(checkpoint.read("b"), B)
-    assert "1 tensors that the index does not list there" in caplog.text
+    warning = "1 tensors that the index does not list there, as b in s1.safetensors"
+    assert warning in caplog.text and len(caplog.records) == 1
 
 
 def refused(folder, message):
@@ -101,6 +102,19 @@ def refused(folder, message):
 def test_a_missing_shard_is_named(sharded):
     (sharded / "s2.safetensors").unlink()
     refused(sharded, "s2.safetensors: the shard is missing")
+
+
+def test_a_tensor_twice_in_a_shard_is_named(sharded):
+    entry = '{"dtype":"F16","shape":[4],"data_offsets":[0,8]}'
+    header = f'{{"b":{entry},"b":{entry}}}'.encode()
+    shard = sharded / "s2.safetensors"
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + B.tobytes())
+    refused(sharded, "s2.safetensors: .*'b' is there twice")
+
+
+def test_shards_without_an_index_are_no_model(sharded):
+    (sharded / INDEX).unlink()
+    refused(sharded, "neither model.safetensors nor model.safetensors.index.json is there")
 
 
 def test_a_tensor_missing_from_its_shard_is_named(sharded):

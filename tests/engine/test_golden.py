@@ -6,7 +6,11 @@ import json
 import numpy as np
 import pytest
 
+from checkpoints.huggingface_writer import write_huggingface
+from checkpoints.orbax import write_orbax
 from engine import LLM, SamplingParams
+from engine.export import Export
+from engine.loading import open_model
 from tests.engine.conftest import GOLDEN, engine_on, greedy, run
 
 TINY = json.loads((GOLDEN / "tiny.json").read_text())["archs"]
@@ -166,3 +170,14 @@ def test_real_model_from_a_huggingface_folder(users_model, tmp_path, name):
     from tests.engine.gguf_to_folder import write_folder  # gguf-py is a development package
 
     check_checkpoint(write_folder(users_model(name), tmp_path), "huggingface", name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, write", [("huggingface", write_huggingface), ("orbax", write_orbax)]
+)
+@pytest.mark.parametrize("name", REAL)
+def test_real_model_converted_from_gguf(users_model, tmp_path, name, kind, write):
+    model = open_model(users_model(name))
+    write(Export(model, np.dtype(np.float32)), tmp_path / "m")
+    check_checkpoint(tmp_path / "m", kind, name)

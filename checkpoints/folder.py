@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files beside the weights of a model folder: settings and tokenizer, read and written.
+
+They are those of a Hugging Face folder, whatever holds the weights.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+
+from checkpoints.checkpoint import Checkpoint
+from checkpoints.tokenizer import Tokenizer, build_tokenizer
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+# Ids that stand for nothing, though tokenizer.json has entries for them: a key of our own.
+_UNUSED_IDS = "unused_token_ids"
+
+
+def read_tokenizer(
+    folder: pathlib.Path, config: dict[str, Any], generation_config: dict[str, Any]
+) -> Tokenizer | None:
+    """Returns the tokenizer in tokenizer.json, or None where the folder has none."""
+    file = inside(folder, TOKENIZER)
+    if not file.exists():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except BaseException as error:
+        # The library raises plain Exceptions, and a panic (no Exception) on some bad merges.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{file}: not a tokenizer that can be read: {error}") from None
+    settings = read_json(folder, TOKENIZER_CONFIG, optional=True)
+    try:
+        bos_id = _named_token(backend, settings, "bos_token")
+        if bos_id is None and "bos_token" not in settings:
+            bos_id = next(iter(_as_ids(config, "bos_token_id")), None)
+        return build_tokenizer(
+            backend,
+            bos_id=bos_id,
+            eos_ids=[
+                _named_token(backend, settings, "eos_token"),
+                *_as_ids(generation_config or config, "eos_token_id"),
+            ],
+            add_bos=settings.get("add_bos_token"),
+            chat_template=_chat_template(folder, settings),
+            unused_ids=_as_ids(settings, _UNUSED_IDS),
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def _chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
+    """Returns the template: its own file wins over the one in the tokenizer's settings."""
+    file = inside(folder, CHAT_TEMPLATE)
+    if file.exists():
+        return file.read_bytes().decode("utf-8")  # its line ends as they are
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError("the chat_template in tokenizer_config.json is no text")
+    return template
+
+
+def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the real path of a file of the folder, which must not lead out of it.
+
+    Links into a hub cache are allowed: there a snapshot's files are links to `models--*/blobs/`.
+    """
+    try:
+        root = folder.resolve()
+        real = (root / name).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a null character
+        raise ValueError(f"{folder}: {name!r} is no usable path: {error}") from None
+    spelled = pathlib.PurePath(name)
+    blob = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+    if spelled.is_absolute() or ".." in spelled.parts or not (real.is_relative_to(root) or blob):
+        raise ValueError(f"{folder}: {name!r} leads out of the model folder, which is refused")
+    return real
+
+
+def read_json(folder: pathlib.Path, name: str, optional: bool = False) -> dict[str, Any]:
+    """Returns the object in a JSON file, in which no key may stand twice; {} where absent."""
+    file = inside(folder, name)
+    if not file.exists():
+        if optional:
+            return {}
+        raise ValueError(f"{folder}: {name} is missing; this is no model folder")
+    try:
+        value = json.loads(file.read_text("utf-8"), object_pairs_hook=unique)
+    except ValueError as error:  # JSON, UTF-8, or a repeated key
+        raise ValueError(f"{folder / name}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{folder / name}: a JSON object is needed")
+    return value
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return values
+
+
+def _as_ids(settings: dict[str, Any], key: str) -> list[int]:
+    """Returns the ids under `key`, which may be one, several, or absent."""
+    value = settings.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if type(token_id) is not int or token_id < 0:
+            raise ValueError(f"{key} is {value!r}; token ids are needed")
+    return ids
+
+
+def _named_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str) -> int | None:
+    """Returns the id of the token that tokenizer_config.json names under `key`, if it does."""
+    token = settings.get(key)
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None:
+        return None
+    token_id = backend.token_to_id(token) if isinstance(token, str) else None
+    if token_id is None:
+        raise ValueError(f"tokenizer_config.json names {key} {token!r}, which is no token")
+    return token_id
+
+
+def check_free(target: pathlib.Path) -> None:
+    """Raises OSError, naming the remedy, where no new folder can be made at `target`."""
+    if target.is_symlink() or target.exists():
+        if not target.is_dir() or any(target.iterdir()):
+            raise FileExistsError(f"{target}: is there already; name a new folder")
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{target}: its parent is no folder; make it, or name another")
+
+
+@contextlib.contextmanager
+def new_folder(target: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
+    """Yields a folder beside `target` that takes its name when the block ends well.
+
+    A block that raises leaves nothing behind; a killed process leaves no `target`, but a hidden
+    folder that ends in ".part". Raises OSError as `check_free` does, and where the disk has no
+    room for `num_bytes`.
+    """
+    check_free(target)
+    target = target.absolute()
+    if (free := shutil.disk_usage(target.parent).free) < num_bytes:
+        raise OSError(
+            f"{target}: needs {num_bytes / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
+            "make room, or name a folder on another disk"
+        )
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part.mkdir()
+    try:
+        yield part
+        part.rename(target)  # refused by the system if the target is no longer empty
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno:
+            # A write names no file when the disk is full.
+            raise OSError(error.errno, error.strerror, str(target)) from None
+        raise
+
+
+def write_settings(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
+    """Writes the settings and the tokenizer of a checkpoint as `read_json`, `read_tokenizer` want.
+
+    What is read back equals them: ids, end ids, special and unused ids, BOS rule, template.
+    """
+
+    def write(name: str, value: dict[str, Any]) -> None:
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        (folder / name).write_text(text + "\n", "utf-8")
+
+    write(CONFIG, checkpoint.config)
+    if checkpoint.generation_config:
+        write(GENERATION_CONFIG, checkpoint.generation_config)
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is None:
+        return
+    tokenizer.backend.save(str(folder / TOKENIZER))
+    write(TOKENIZER_CONFIG, _tokenizer_settings(tokenizer))
+    if tokenizer.chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_bytes(tokenizer.chat_template.encode("utf-8"))
+
+
+def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns tokenizer_config.json: what tokenizer.json does not say by itself."""
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": tokenizer.add_bos,
+    }
+    # An id without an entry has no name: config.json has it.
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    for key, token_id in ids.items():
+        name = None if token_id is None else tokenizer.backend.id_to_token(token_id)
+        if token_id is None or name is not None:
+            settings[key] = name
+    entries = tokenizer.backend.get_vocab(with_added_tokens=True).values()
+    if unused := sorted(set(entries) - tokenizer.known_ids):
+        settings[_UNUSED_IDS] = unused
+    return settings

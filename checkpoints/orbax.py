@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole model as a folder: its parameters as an Orbax checkpoint, its settings as plain files.
+
+    headrace.json               {"format_version": 1, "dtype": "bfloat16"}
+    parameters/                 an Orbax PyTree checkpoint: {tensor name: array}, one flat dict
+    config.json, generation_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja
+
+Tensor names and settings are those of the model's Hugging Face folder. The tensors are read by
+TensorStore, in whose format Orbax stores them. Both are imported when first needed: Orbax takes a
+second.
+"""
+
+import contextlib
+import json
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, total_bytes
+from checkpoints.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    inside,
+    new_folder,
+    read_json,
+    read_tokenizer,
+    write_settings,
+)
+from checkpoints.tokenizer import Tokenizer
+
+MANIFEST = "headrace.json"
+PARAMETERS = "parameters"
+METADATA = "_METADATA"  # Orbax's own
+FORMAT_VERSION = 1
+
+# Arrays are stored in chunks of this size, so that a part of one can be read.
+_CHUNK_BYTES = 64 << 20
+# What Orbax leaves at the top of a checkpoint.
+_ORBAX_FILES = (METADATA, "_CHECKPOINT_METADATA", "manifest.ocdbt")
+_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+def is_orbax(folder: pathlib.Path) -> bool:
+    """Returns whether the folder holds a model with Orbax parameters, or a bare checkpoint."""
+    return any((folder / name).exists() for name in (MANIFEST, PARAMETERS, *_ORBAX_FILES))
+
+
+class OrbaxCheckpoint:
+    """A model folder with Orbax parameters as a `Checkpoint`; a tensor is restored at a time."""
+
+    kind = "orbax"
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Reads and checks settings and metadata. Raises ValueError naming the file and fault."""
+        self.path = path
+        dtype = _read_manifest(path)
+        self.config: dict[str, Any] = read_json(path, CONFIG)
+        self.generation_config: dict[str, Any] = read_json(path, GENERATION_CONFIG, optional=True)
+        self._parameters = inside(path, PARAMETERS)
+        self._stores = _open_stores(self._parameters)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: _info(self._parameters, name, store) for name, store in self._stores.items()
+        }
+        for name, info in self.tensors.items():
+            stored = np.dtype(DTYPES[info.dtype])
+            if stored != dtype and not _is_integer(stored):
+                raise ValueError(
+                    f"{path}: tensor {name!r} is {stored}, though {MANIFEST} says {dtype}; "
+                    "convert the model again"
+                )
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns the tensor in the type in which it is stored."""
+        try:
+            return self._stores[name].read().result()
+        except ValueError as error:
+            raise ValueError(_damaged(self._parameters, name, error)) from None
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns the tokenizer in tokenizer.json, or None where the folder has none."""
+        return read_tokenizer(self.path, self.config, self.generation_config)
+
+
+def write_orbax(checkpoint: Checkpoint, target: pathlib.Path) -> None:
+    """Writes the checkpoint's tensors, as `read` gives them, and its settings to a new folder.
+
+    `config["dtype"]` names the type of its tensors. The folder appears when it is whole; raises
+    OSError where `target` is there already or the disk has no room. The host holds all parameters
+    twice for a time, as Orbax saves a tree whole.
+    """
+    import orbax.checkpoint as ocp
+
+    with new_folder(target, total_bytes(checkpoint)) as folder:
+        write_settings(folder, checkpoint)
+        manifest = {"format_version": FORMAT_VERSION, "dtype": checkpoint.config["dtype"]}
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        tree = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        arguments = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
+        # The reader relies on OCDBT; weights do not compress.
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+        save = ocp.args.PyTreeSave(tree, save_args=arguments)
+        try:
+            with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save((folder / PARAMETERS).resolve(), args=save)
+        except ValueError as error:
+            # TensorStore's only exception; all that is asked of it here is to write files.
+            raise OSError(f"{target}: cannot be written: {_first_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keeps Orbax's threads from logging tracebacks of an error that is raised as well."""
+    log = logging.getLogger("absl")
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _read_manifest(folder: pathlib.Path) -> np.dtype:
+    """Returns the type of the parameters, once the format's version is known to be ours."""
+    if not (folder / MANIFEST).exists():
+        raise ValueError(
+            f"{folder}: {MANIFEST} is missing, which names the format's version; a whole model is "
+            "needed, as scripts.convert writes it, not Orbax parameters alone"
+        )
+    manifest = read_json(folder, MANIFEST)
+    version = manifest.get("format_version")
+    if type(version) is not int or version < 1:
+        raise ValueError(
+            f"{folder / MANIFEST}: format_version is {version!r}; an integer from 1 on is needed"
+        )
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{folder / MANIFEST}: format_version is {version}, and this Headrace reads "
+            f"{FORMAT_VERSION} at most; use a newer one, or convert the model again"
+        )
+    dtypes = {str(dtype): dtype for dtype in _NAMES if not _is_integer(dtype)}
+    if manifest.get("dtype") not in dtypes:
+        raise ValueError(
+            f"{folder / MANIFEST}: dtype is {manifest.get('dtype')!r}; one of "
+            f"{', '.join(dtypes)} is needed"
+        )
+    return dtypes[manifest["dtype"]]
+
+
+def _is_integer(dtype: np.dtype) -> bool:
+    return dtype.kind in "iub"
+
+
+def _open_stores(parameters: pathlib.Path) -> dict[str, Any]:
+    """Returns the TensorStore of each tensor of an Orbax checkpoint, by its metadata; no data.
+
+    Orbax's own calls are not used to read: each restore parses the metadata of all tensors, and
+    a damaged file makes them print tracebacks beside the error.
+    """
+    import tensorstore
+
+    names, driver = _read_tree(parameters)
+    files = {"driver": "file", "path": f"{parameters}/"}
+    context = tensorstore.Context()
+    opening = {}
+    for name in names:
+        store = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+        spec = {"driver": driver, "kvstore": store}
+        opening[name] = tensorstore.open(spec, open=True, read=True, context=context)
+    stores = {}
+    for name, future in opening.items():
+        try:
+            stores[name] = future.result()
+        except ValueError as error:
+            raise ValueError(_damaged(parameters, name, error)) from None
+    return stores
+
+
+def _read_tree(parameters: pathlib.Path) -> tuple[list[str], str]:
+    """Returns the names of the tensors, and the driver that reads them, from Orbax's metadata."""
+    if not (parameters / METADATA).is_file():
+        raise ValueError(f"{parameters / METADATA}: is missing; convert the model again")
+    metadata = read_json(parameters, METADATA)
+    tree = metadata.get("tree_metadata")
+    if not isinstance(tree, dict) or not tree:
+        raise ValueError(f"{parameters / METADATA}: tree_metadata is missing or empty")
+    names = []
+    for path, leaf in tree.items():
+        keys = leaf.get("key_metadata") if isinstance(leaf, dict) else None
+        name = keys[0].get("key") if isinstance(keys, list) and len(keys) == 1 else None
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{parameters / METADATA}: {path} is nested; one flat dict of tensors is needed"
+            )
+        names.append(name)
+    return names, "zarr3" if metadata.get("use_zarr3") else "zarr"
+
+
+def _info(parameters: pathlib.Path, name: str, store: Any) -> TensorInfo:
+    dtype = np.dtype(store.dtype.numpy_dtype)
+    if dtype not in _NAMES:
+        raise ValueError(
+            f"{parameters}: tensor {name!r} has type {dtype}, which is not supported; "
+            f"supported: {', '.join(map(str, _NAMES))}"
+        )
+    return TensorInfo(tuple(store.shape), _NAMES[dtype])
+
+
+def _damaged(parameters: pathlib.Path, name: str, error: ValueError) -> str:
+    return (
+        f"{parameters}: tensor {name!r} cannot be read: {_first_line(error)}; "
+        "the folder is damaged or truncated, convert the model again"
+    )
+
+
+def _first_line(error: ValueError) -> str:
+    """Returns TensorStore's message without the settings that it appends."""
+    return str(error).partition(" [tensorstore_spec=")[0].partition("\n")[0]
