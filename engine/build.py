@@ -86,6 +86,7 @@ def build_engine(config: EngineConfig) -> Built:
             groups=layout.groups,
             pool=PagePool(num_pages, 1, len(layout.groups)),
             ladder=ladder,
+            static=config.batching == "static",
         )
 
     engine = Engine(
