@@ -34,6 +34,8 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
     """Returns (prompt tokens, output tokens) of each line; raises UsageError naming a bad one."""
     with usage_errors(f"--lengths={path} cannot be read: "):
         lines = path.read_text(encoding="utf-8").splitlines()
+    if not lines:
+        raise UsageError(f"{path} has no lines; a line is a request")
     lengths = []
     for number, line in enumerate(lines, start=1):
         try:
