@@ -29,15 +29,12 @@ def measure(settings: Settings) -> dict[str, Any]:
     llm = settings.load(max_num_seqs=max(settings.counts))
     with started_peers(settings.peer_python, settings.peers) as peers:
         about = {"peers": {name: peer.about for name, peer in peers.items()}}
-        rows = [
-            measure_decode(llm, peers, bandwidth, count, settings.repeats or 5)
-            for count in settings.counts
-        ]
+        rows = [measure_decode(settings, llm, peers, bandwidth, count) for count in settings.counts]
     return about | {"decode": rows}
 
 
 def measure_decode(
-    llm: LLM, peers: dict[str, Peer], bandwidth: ReadBandwidth, count: int, repeats: int
+    settings: Settings, llm: LLM, peers: dict[str, Peer], bandwidth: ReadBandwidth, count: int
 ) -> dict[str, Any]:
     """Returns the medians of `count` requests, beside the limit that reading memory sets."""
     prompts = workload_prompts(count, llm.model_config.vocab_size)
@@ -53,7 +50,8 @@ def measure_decode(
         read = max(read, bandwidth.measure())
 
     pids = [os.getpid(), *(peer.pid for peer in peers.values())]
-    rounds, void = quiet_rounds(runs, pids, repeats, measure_bandwidth)
+    repeats = settings.repeats or 5
+    rounds, void = quiet_rounds(runs, pids, repeats, settings.most_void, measure_bandwidth)
     engines = {name: medians([figures[name] for figures in rounds]) for name in runs}
     step_bytes = bytes_a_step(llm, count)
     limit = count * read / step_bytes

@@ -43,7 +43,7 @@ def compare_pools(settings: Settings, count: int) -> dict[str, Any]:
         prompts = workload_prompts(count, llm.model_config.vocab_size)
         runs[name] = partial(run_decode, partial(run_batch, llm), prompts)
         runs[name]()  # warms up
-    rounds, void = quiet_rounds(runs, [os.getpid()], settings.repeats or 5)
+    rounds, void = quiet_rounds(runs, [os.getpid()], settings.repeats or 5, settings.most_void)
     return {
         "requests": count,
         "pool_tokens": tokens,

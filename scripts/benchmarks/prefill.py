@@ -25,13 +25,13 @@ def measure(settings: Settings) -> dict[str, Any]:
             )
     with started_peers(settings.peer_python, settings.peers) as peers:
         about = {"peers": {name: peer.about for name, peer in peers.items()}}
-        rows = [
-            measure_prefill(llm, peers, shape, settings.repeats or 5) for shape in settings.shapes
-        ]
+        rows = [measure_prefill(settings, llm, peers, shape) for shape in settings.shapes]
     return about | {"prefill": rows}
 
 
-def measure_prefill(llm: LLM, peers: dict[str, Peer], shape: Shape, repeats: int) -> dict[str, Any]:
+def measure_prefill(
+    settings: Settings, llm: LLM, peers: dict[str, Peer], shape: Shape
+) -> dict[str, Any]:
     """Returns the medians of one shape: every prompt in, and one token out."""
     vocabulary = llm.model_config.vocab_size
     prompts = workload_prompts(shape.requests, vocabulary, shape.prompt_tokens)
@@ -41,7 +41,7 @@ def measure_prefill(llm: LLM, peers: dict[str, Peer], shape: Shape, repeats: int
     for run in runs.values():
         run()  # warms up
     pids = [os.getpid(), *(peer.pid for peer in peers.values())]
-    rounds, void = quiet_rounds(runs, pids, repeats)
+    rounds, void = quiet_rounds(runs, pids, settings.repeats or 5, settings.most_void)
     return {
         "shape": str(shape),
         "void": void,

@@ -8,7 +8,6 @@ from typing import Any
 from scripts.benchmarks.machine import CpuWatch
 
 MOST_FOREIGN_CORES = 0.1
-MOST_VOID = 10  # rounds done again, for each measurement, before giving up on quiet
 
 Figures = dict[str, Any]
 Run = Callable[[], Figures]
@@ -44,8 +43,8 @@ def quiet_rounds(
     runs: dict[str, Run],
     pids: Sequence[int],
     repeats: int,
+    most_void: int,
     between: Callable[[], None] = lambda: None,
-    most_void: int = MOST_VOID,
 ) -> tuple[list[Round], int]:
     """Returns `repeats` rounds, and how many more were void.
 

@@ -39,6 +39,7 @@ class Settings:
     model: str
     options: dict[str, Any]  # of the engine, as given
     repeats: int | None  # None: the suite's own
+    most_void: int  # rounds done again, for each measurement, before giving up on quiet
     counts: list[int]
     shapes: list[Shape]
     peers: list[PeerPlan]
@@ -67,6 +68,7 @@ def define_flags(suites: list[str]) -> flags.FlagValues:
 
     flags.DEFINE_enum("suite", "decode", suites, "What to measure.", flag_values=values)
     integer("repeats", None, 1, "Rounds of each measurement; the suite's own if not given.")
+    integer("most_void", 10, 0, "Rounds done again for quiet, for each measurement.")
     text("output", None, "Where to write the figures, as JSON.")
     text("charts", None, "Folder for the figures as PNG charts.")
     flags.DEFINE_list(
@@ -108,6 +110,7 @@ def read_settings(values: flags.FlagValues) -> Settings:
         model=values.model,
         options=given(values, ENGINE_OPTIONS),
         repeats=values.repeats,
+        most_void=values.most_void,
         counts=[shape.requests for shape in read_shapes("requests", values.requests, "1,8,32", 1)],
         shapes=read_shapes("shapes", values.shapes, "1x64,8x64", 2),
         peers=peers,

@@ -32,7 +32,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headrace-cold-") as cache:
         run = {"start": lambda: start_once(model, settings.options, cache)}
         [cold], _ = quiet_rounds(run, [os.getpid()], 1, most_void=0)
-        warm, void = quiet_rounds(run, [os.getpid()], settings.repeats or 3)
+        warm, void = quiet_rounds(run, [os.getpid()], settings.repeats or 3, settings.most_void)
     starts = {"cold": median_start([cold["start"]]), "warm": median_start(flat(warm))}
     return {
         "programs": len(starts["cold"]["programs"]),

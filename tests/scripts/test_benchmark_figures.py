@@ -117,15 +117,15 @@ def test_void_rounds_are_done_again_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(rounds, "CpuWatch", lambda pids: watch)
     noise[:] = [0.0, 0.5, 0.2, 0.0, 0.05, 0.1, None, None]
     runs = {name: lambda name=name: ran.append(name) or {"x": 1} for name in "ab"}
-    kept, void = rounds.quiet_rounds(runs, [], 2)
+    kept, void = rounds.quiet_rounds(runs, [], 2, most_void=3)
     assert void == 2
     assert "".join(ran) == "abbaabba"
     # The first kept round ran a first, the second b.
     assert [[r[name]["foreign_cores"] for name in "ab"] for r in kept] == [[0.05, 0.1], [None] * 2]
     assert [rounds.disturbance(r) for r in kept] == [0.1, 0.0]
     noise[:] = [0.9] * 100
-    kept, void = rounds.quiet_rounds({"a": lambda: {"x": 1}}, [], 2)
-    assert (len(kept), void) == (2, rounds.MOST_VOID)
+    kept, void = rounds.quiet_rounds({"a": lambda: {"x": 1}}, [], 2, most_void=3)
+    assert (len(kept), void) == (2, 3)
 
 
 def test_medians_leave_out_what_is_not_known_and_ratios_are_of_rounds():
