@@ -7,7 +7,7 @@ PACKAGES := engine pallas_kernels sharding checkpoints scripts
 STAMP := .venv/.installed
 AOT := .venv/aot/.installed
 
-.PHONY: venv demo test test-slow lint clean
+.PHONY: venv demo test test-slow bench lint clean
 
 venv: $(STAMP)
 
@@ -40,6 +40,23 @@ test: $(STAMP)
 
 test-slow: $(STAMP) $(AOT)
 	@$(BIN)/python -m pytest -q -m slow --durations=10
+
+# The figures and charts of every suite, in BENCH. With PEER_PYTHON and PEER_MODEL, PEER_GGUF or
+# both, beside the peers. BENCH_FLAGS are for all suites; serving replays SERVING requests.
+BENCH ?= build/bench
+BENCH_FLAGS ?=
+SERVING ?= 64
+PEERS := $(if $(PEER_PYTHON),--peer_python=$(PEER_PYTHON) \
+  $(if $(PEER_MODEL),--peer_model=$(PEER_MODEL)) $(if $(PEER_GGUF),--peer_gguf=$(PEER_GGUF)))
+MEASURE = @mkdir -p $(BENCH) && $(BIN)/python -m scripts.benchmark --suite=$(1) \
+  --output=$(BENCH)/$(1).json --charts=$(BENCH) $(2) $(BENCH_FLAGS)
+
+bench: $(STAMP)
+	$(call MEASURE,decode)
+	$(call MEASURE,prefill,$(PEERS))
+	$(call MEASURE,startup)
+	$(if $(PEERS),$(call MEASURE,peers,$(PEERS)))
+	$(call MEASURE,serving,--num_requests=$(SERVING) $(PEERS))
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

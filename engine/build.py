@@ -3,6 +3,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,11 +49,28 @@ class Built:
     ladder: Ladder
     factory: ProgramFactory
     store: ProgramStore
+    phases: dict[str, float]  # seconds of the start, by phase, in order
+
+
+class PhaseClock:
+    """Seconds by phase, in order."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def end(self, phase: str) -> None:
+        """Ends `phase`, which began where the one before ended."""
+        now = time.monotonic()
+        self.phases[phase] = now - self._last
+        self._last = now
 
 
 def build_engine(config: EngineConfig) -> Built:
     """Returns the engine of `config`, all weights loaded and all programs ready."""
+    clock = PhaseClock()
     model = open_model(store.resolve(config.model))
+    clock.end("open the model")
     platform = jax.default_backend()
     dtype = compute_dtype(config, model, platform)
     max_model_len = context_length(config, model)
@@ -76,13 +94,16 @@ def build_engine(config: EngineConfig) -> Built:
     )
     factory = factory_of(num_pages)
     check_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
+    clock.end("plan the programs and the pool")
     # Weights are read while programs compile: one waits for the disk, the other for the cores.
     with ThreadPoolExecutor(1) as background:
         loading = background.submit(
             load_model, model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked
         )
         programs = build_programs(factory, ladder, programs_store, logger().info)
+        clock.end("compile the programs, or find them")
         weights = loading.result()
+        clock.end("load the weights, beyond that")
 
     def make_scheduler() -> Scheduler:
         return Scheduler(
@@ -93,6 +114,7 @@ def build_engine(config: EngineConfig) -> Built:
             groups=layout.groups,
             pool=PagePool(num_pages, 1, len(layout.groups)),
             ladder=ladder,
+            static=config.batching == "static",
         )
 
     engine = Engine(
@@ -106,8 +128,9 @@ def build_engine(config: EngineConfig) -> Built:
         tokenizer=model.tokenizer,
         overlap=config.overlap,
     )
+    clock.end("make the pool")
     report(model, layout, num_pages, max_model_len, engine)
-    return Built(engine, model, max_model_len, ladder, factory, programs_store)
+    return Built(engine, model, max_model_len, ladder, factory, programs_store, clock.phases)
 
 
 def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype:

@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_SEED = 2**64 - 1  # a seed travels to the device as two 32-bit words
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+BATCHING = ("continuous", "static")
 
 
 def check_int(name: str, value: Any, *, low: int, high: int | None = None, remedy: str) -> None:
@@ -39,6 +40,8 @@ class EngineConfig:
     num_pages: pages of the pool, one of them reserved; None: as memory allows.
     memory_fraction: share of an accelerator's memory for weights, programs and pages.
     overlap: plan a step before the last one's tokens are read.
+    batching: one of BATCHING; "static" is a baseline for benchmarks: batches of `max_num_seqs`
+        requests in arrival order, full rows until the last ends.
     seed: where the seeds of requests without one come from; None: fresh ones each run.
     Raises ValueError, naming the setting, when one of them cannot be.
     """
@@ -52,6 +55,7 @@ class EngineConfig:
     num_pages: int | None = None
     memory_fraction: float = 0.9
     overlap: bool = True
+    batching: str = "continuous"
     seed: int | None = None
 
     def __post_init__(self):
@@ -83,6 +87,9 @@ class EngineConfig:
             )
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap={self.overlap!r} must be True or False")
+        if self.batching not in BATCHING:
+            known = ", ".join(BATCHING)
+            raise ValueError(f"batching={self.batching!r} is not known; use one of {known}")
         if self.seed is not None:
             check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="use None for a fresh one")
 

@@ -182,12 +182,15 @@ class Engine:
             self.scheduler.add(record.request)
 
     def stats(self) -> dict[str, Any]:
-        """Returns counts: pages by group, requests, preemptions, steps and programs."""
+        """Returns counts (pages by group, requests, preemptions, steps, programs), and `program_s`:
+        the seconds that each program that is there took to compile or load, by name.
+        """
         return {
             **self.scheduler.stats(),
             "programs": len(self.programs),
             "programs_compiled": self._store.compiled,
             "programs_loaded": self._store.loaded,
+            "program_s": dict(self.programs.seconds),
         }
 
     # Dispatch

@@ -29,6 +29,9 @@ class Scheduler:
     - A row that outgrows the pool alone ends with the reason "capacity". That depends on its
       length only, never on its company.
     - At most `max_num_batched_tokens` rows run, so that each finds a token in every step.
+    - With `static`, batches: the first waiting requests, as many as there are rows, run until the
+      last of them has ended; nobody else is admitted, and the rows of the ended stay in the step.
+      That is the baseline of the benchmarks, and of no other use.
 
     The result of `schedule` and the arrays `tables` and `lengths` belong together: copy them
     before the next call of any method. The next plans rely on steps running in order.
@@ -45,6 +48,7 @@ class Scheduler:
         pool: PagePool,
         ladder: Ladder,
         patience: int = 64,
+        static: bool = False,
     ):
         self._budget = max_num_batched_tokens
         self._page_size = page_size
@@ -53,6 +57,8 @@ class Scheduler:
         self._pool = pool
         self._ladder = ladder
         self._patience = patience
+        self._static = static
+        self._batch: list[Request] = []  # the requests of the static batch, ended ones too
         self._rows = Rows(
             num_rows=ladder.rows,
             max_num_seqs=max_num_seqs,
@@ -241,7 +247,7 @@ class Scheduler:
             return
         promised = sum(self._rows.promised_pages(r) for r in self._running.values())
         available = self._rows.num_free_pages - promised
-        for request in list(itertools.islice(self._waiting, self._lookahead)):
+        for request in self._candidates():
             if not (self._rows.num_free_rows and draft.tokens_left and draft.pieces_left):
                 break
             if request.in_flight == 0 and not self._rows.fits(request.known):
@@ -263,6 +269,16 @@ class Scheduler:
             self._rows.open(request)
             self._plan_chunks(draft, request)
 
+    def _candidates(self) -> list[Request]:
+        """Returns the waiting requests that may start now, in order."""
+        first = list(itertools.islice(self._waiting, self._lookahead))
+        if not self._static:
+            return first
+        if all(request.status is Status.FINISHED for request in self._batch):
+            self._batch = first[: self._ladder.rows]
+        # A batch's requests are the oldest: those that are not admitted yet wait in front.
+        return [request for request in first if request in self._batch]
+
     def _commit(self, draft: Draft) -> Plan | None:
         """Returns the draft as a plan, and counts its tokens as computed."""
         if not draft.decodes and not draft.pieces:
@@ -280,9 +296,12 @@ class Scheduler:
         for request, _ in sampled:
             request.in_flight += 1
         widest = max((piece.stop - piece.start for piece in draft.pieces), default=0)
+        decode_rows = len(draft.decodes)
+        if self._static and draft.decodes:
+            decode_rows = len(self._batch)
         plan = Plan(
             step=self._step,
-            body=self._ladder.choose(len(draft.decodes), len(draft.pieces), widest),
+            body=self._ladder.choose(decode_rows, len(draft.pieces), widest),
             decodes=tuple(draft.decodes),
             pieces=tuple(draft.pieces),
             sampled=tuple(sampled),

@@ -22,6 +22,7 @@ ENGINE_OPTIONS = (
     "num_pages",
     "memory_fraction",
     "overlap",
+    "batching",
 )
 
 # No space, a quota, or a file as large as it may be.
@@ -56,6 +57,9 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float("memory_fraction", None, "Share of the memory to use.", flag_values=values)
     flags.DEFINE_bool(
         "overlap", None, "Plan a step before the last one is read.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "batching", None, "continuous, or static, the benchmarks' baseline.", flag_values=values
     )
 
 

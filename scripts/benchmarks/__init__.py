@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark measures with: the machine, the workload, and the peer it is compared to."""
+"""The benchmark's suites, and what they measure with: rounds, the machine, peers, the report."""

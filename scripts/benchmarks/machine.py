@@ -2,9 +2,11 @@
 """What the machine gives: its read bandwidth, and how much of its cores others took."""
 
 import os
+import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,18 @@ BUFFER_BYTES = 512 * 10**6
 # /proc/stat's columns that are work: user, nice, system, irq, softirq, and what the host's other
 # machines stole. Guests count as users.
 BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
+
+
+def about_machine() -> dict[str, Any]:
+    """Returns what the figures were taken on."""
+    return {
+        "platform": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
 
 
 class ReadBandwidth:

@@ -48,7 +48,7 @@ def golden_gemma3(own_cache) -> LLM:
     return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=2, max_num_batched_tokens=64)
 
 
-def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True) -> Engine:
+def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False) -> Engine:
     """Returns a fresh engine on `llm`'s programs, with a pool or token budget of its own."""
     built = llm.built
     layout, shape = built.factory.cfg.layout, built.factory.cfg.shape
@@ -65,6 +65,7 @@ def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True) -> Engine:
             groups=layout.groups,
             pool=PagePool(num_pages or built.factory.num_pages, 1, len(layout.groups)),
             ladder=ladder,
+            static=static,
         )
 
     return Engine(

@@ -40,6 +40,7 @@ class Setup:
     budget: int = 16
     max_model_len: int = 64
     patience: int = 8
+    static: bool = False
     lag: int = 1  # steps planned before one is read; 0: no overlap
 
     def scheduler(self):
@@ -52,6 +53,7 @@ class Setup:
             pool=PagePool(self.num_pages, 1, len(self.groups)),
             ladder=Ladder(self.max_num_seqs, self.budget),
             patience=self.patience,
+            static=self.static,
         )
 
     def request(self, id, prompt, max_tokens=8, end_ids=(), prompt_logprobs=None):

@@ -46,6 +46,18 @@ def test_alone_in_company_shuffled_and_chunked_give_the_same(tiny, oracle):
     assert token_ids(run(tiny, engine_on(tiny, overlap=False), jobs)) == alone
 
 
+def test_static_batches_give_the_tokens_of_continuous_batching(tiny):
+    rng = np.random.default_rng(12)
+    jobs = [(p, greedy(int(rng.integers(1, 24)))) for p in make_prompts(rng, 24)]
+    seeded = SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
+    jobs += [(p, seeded) for p in make_prompts(rng, 4)]
+    continuous = token_ids(run(tiny, engine_on(tiny), jobs))
+    for options in ({"budget": 8}, {"budget": 8, "num_pages": 12}):
+        static = engine_on(tiny, static=True, **options)
+        assert token_ids(run(tiny, static, jobs, check=check_pages)) == continuous
+        assert static.stats()["steps"] > 28 * 2
+
+
 def test_a_sampling_neighbour_changes_nothing(tiny):
     rng = np.random.default_rng(2)
     prompts = make_prompts(rng, 6)

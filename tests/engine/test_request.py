@@ -80,6 +80,7 @@ def test_sampling_params_are_frozen():
         ({"memory_fraction": 0}, "memory_fraction=0 must be above 0"),
         ({"memory_fraction": 90}, "write 90% as 0.9"),
         ({"memory_fraction": NAN}, "memory_fraction=nan must be a finite number"),
+        ({"batching": "dynamic"}, "batching='dynamic' is not known; use one of continuous, static"),
         ({"overlap": 1}, "overlap=1 must be True or False"),
         ({"seed": -1}, "seed=-1 must be from 0"),
     ],

@@ -46,6 +46,7 @@ def setups(draw):
         max_model_len=draw(st.sampled_from([16, 40, 90])),
         patience=draw(st.sampled_from([0, 1, 8])),
         lag=draw(st.integers(0, 2)),
+        static=draw(st.booleans()),
     )
 
 
@@ -172,6 +173,40 @@ def test_no_step_is_planned_past_the_limit():
     for plan in plans:
         scheduler.update(plan, [7])
     assert (request.output_token_ids, request.finish_reason) == ([7, 7], "length")
+
+
+# --- static batches ---
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_static_batch_admits_nobody_and_keeps_its_rows_until_its_last_has_ended(lag):
+    setup = Setup(max_num_seqs=4, budget=16, num_pages=200, lag=lag, static=True)
+    requests = [setup.request(i, prompt(3 + 5 * i), 2 + 3 * (i % 4)) for i in range(10)]
+    batches = [requests[:4], requests[4:8], requests[8:]]
+    harness = Harness(setup)
+    for request in requests:
+        harness.add(request)
+    seen = []
+    while harness.scheduler.has_work:
+        plan = harness.step()
+        if plan is None:
+            continue
+        at_work = {p.request.id for p in plan.pieces} | {d.request.id for d in plan.decodes}
+        [batch] = [b for b in batches if at_work <= {r.id for r in b}]
+        seen.append(batches.index(batch))
+        if plan.decodes:
+            rows = plan.body[-1].rows
+            assert rows == len(batch) or (plan.pieces and rows > len(batch)), "ended rows stay"
+    assert seen == sorted(seen) and set(seen) == {0, 1, 2}
+    harness.check_results()
+
+
+def test_a_static_batch_that_outgrows_the_pool_still_admits_only_its_own():
+    setup = Setup(num_pages=13, max_num_seqs=4, static=True)
+    requests = [setup.request(i, prompt(8, seed=i), 20) for i in range(8)]
+    harness = run(setup, requests)
+    assert harness.scheduler.stats()["preemptions"] > 0
+    assert [r.id for r in harness.scheduler._batch] == [4, 5, 6, 7]
 
 
 # --- limits ---

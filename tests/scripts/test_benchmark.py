@@ -1,108 +1,245 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's arithmetic, its void rounds, and what it reads from the machine."""
+"""Every suite from its flags to its report, on a tiny model and with made-up peers."""
 
-import os
+import json
+import stat
 import sys
-import time
-import types
 
-import numpy as np
 import pytest
 
 from scripts import benchmark
-from scripts.benchmarks.machine import CpuWatch, ReadBandwidth, process_ticks
-from scripts.benchmarks.peer import Peer
-from scripts.benchmarks.workload import decode_figures, workload_prompts
-from scripts.command_line import UsageError
+from scripts.benchmarks.peer import ROOT
+from scripts.benchmarks.settings import Settings
+from tests.fixtures import byte_tokenizer, write_tiny
+
+PNG = b"\x89PNG"
+# Under any environment's Python: answers as a peer does, and notes the sizes of what it is given.
+FAKE_PEER = """#!{python}
+import sys, time
+sys.path.insert(0, {root!r})
+from scripts.benchmarks.peer_server import answer_batches
+
+def run_steps(prompts, steps):
+    with open({notes!r}, "a") as notes:
+        print(sys.argv[2], len(prompts), max(map(len, prompts)), steps, file=notes)
+    for _ in range(steps):
+        time.sleep(0.001)
+        yield
+
+answer_batches({{"engine": "fake"}}, run_steps)
+"""
 
 
-def test_decode_counts_what_comes_after_the_last_first_token():
-    # The second request's first token comes at 4; since then, five tokens in two seconds.
-    figures = decode_figures(1.0, [[2.0, 3.0, 4.0, 5.0, 6.0], [4.0, 4.5, 5.0, 6.0]])
-    assert figures["decode_tokens_per_s"] == 5 / 2
-    assert figures["output_tokens_per_s"] == 9 / 5
-    assert figures["step_s"] == pytest.approx(2 / 3)
-    assert figures["ttft_s"] == 3
-
-
-def test_the_workload_is_the_same_each_time():
-    assert workload_prompts(3, 300) == workload_prompts(3, 300)
-    assert workload_prompts(3, 300)[:2] == workload_prompts(2, 300)
-    assert all(len(prompt) == 64 and max(prompt) < 300 for prompt in workload_prompts(3, 300))
-
-
-def test_void_rounds_are_done_again_but_not_for_ever(monkeypatch):
-    noise = []
-    monkeypatch.setattr(
-        benchmark,
-        "CpuWatch",
-        lambda pids: types.SimpleNamespace(foreign_cores=lambda: noise.pop(0)),
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Returns the flags of a tiny model: one set of programs serves all suites."""
+    folder = write_tiny(
+        tmp_path_factory.mktemp("model"), tokenizer=byte_tokenizer(), num_hidden_layers=1
     )
-    noise[:] = [0.0, 0.5, 0.2, 0.0, 0.05, 0.1, None, None]
-    runs = {"a": lambda: {"x": 1}, "b": lambda: {"x": 2}}
-    rounds, void = benchmark.quiet_runs(runs, [], 2, lambda: None)
-    assert void == 2
-    assert [[f["foreign_cores"] for f in r.values()] for r in rounds] == [[0.05, 0.1], [None, None]]
-    noise[:] = [0.9] * 100
-    rounds, void = benchmark.quiet_runs({"a": lambda: {"x": 1}}, [], 2, lambda: None)
-    assert (len(rounds), void) == (2, benchmark.MOST_VOID)
+    return [
+        f"--model={folder}",
+        "--max_num_seqs=2",
+        "--max_num_batched_tokens=8",
+        "--num_pages=32",
+        "--repeats=1",
+        "--most_void=0",  # the tests' machine may be busy
+    ]
 
 
-def test_medians_leave_out_what_is_not_known():
-    runs = [{"x": 1.0, "y": None}, {"x": 3.0, "y": 1.0}, {"x": 9.0, "y": 2.0}]
-    assert benchmark.medians(runs) == {"x": 3.0, "y": None}
-
-
-def test_bytes_of_a_step_are_the_weights_and_the_cells():
-    params = {"embedding": np.ones((10, 4), np.float32), "head": np.ones((10, 4), np.float32)}
-    config = types.SimpleNamespace(
-        tied_embeddings=False, kv_heads=2, head_width=3, windows=(None, 8)
-    )
-    llm = types.SimpleNamespace(model_config=config, engine=types.SimpleNamespace(params=params))
-    # The head alone; two rows, 96 cells of the full layer and 8 of the windowed one.
-    assert benchmark.bytes_a_step(llm, 2) == 160 + 2 * (96 + 8) * 2 * 2 * 3 * 4
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs Linux's /proc")
-def test_our_own_work_is_not_foreign():
-    mine, none = CpuWatch([os.getpid()]), CpuWatch([])
-    before = process_ticks(os.getpid())
-    end = time.process_time() + 0.2
-    while time.process_time() < end:
-        pass
-    assert process_ticks(os.getpid()) - before >= 10
-    assert none.foreign_cores() - mine.foreign_cores() > 0.1
-
-
-def test_bandwidth_is_measured(monkeypatch):
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Returns a function that runs the command and returns (exit code, stdout, stderr)."""
     monkeypatch.setattr("scripts.benchmarks.machine.BUFFER_BYTES", 4 * 10**6)
-    assert ReadBandwidth().measure(repeats=1) > 1e6
+
+    def run(*arguments):
+        # Flags keep their values between calls, so each call gets its own.
+        monkeypatch.setattr(benchmark, "FLAGS", benchmark.define_flags(list(benchmark.SUITES)))
+        with pytest.raises(SystemExit) as end:
+            benchmark.run(["scripts/benchmark.py", *arguments])
+        captured = capfd.readouterr()
+        return end.value.code, captured.out, captured.err
+
+    return run
 
 
-@pytest.mark.parametrize(
-    "python, message",
-    [("no/such/python", "cannot be run"), (sys.executable, "the peer has ended")],
-)
-def test_a_peer_that_cannot_run_is_named(python, message):
-    with pytest.raises(UsageError, match=message):
-        Peer(python, "nowhere")
+@pytest.fixture
+def measured(command, model, tmp_path):
+    """Returns a function that runs a suite and returns (figures, stdout, names of the charts)."""
+
+    def run(suite, *arguments):
+        output, charts = tmp_path / "figures.json", tmp_path / "charts"
+        files = [f"--output={output}", f"--charts={charts}"]
+        code, out, err = command(f"--suite={suite}", *model, *files, *arguments)
+        assert code == 0, err
+        assert all(path.read_bytes().startswith(PNG) for path in charts.iterdir())
+        figures = json.loads(output.read_text(), parse_constant=pytest.fail)
+        assert figures["suite"] == suite and figures["machine"]["platform"] == "cpu"
+        return figures, out, {path.stem for path in charts.iterdir()}
+
+    return run
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--requests=1,x"], "--requests must be numbers from 1"),
-        (["--requests=0"], "--requests must be numbers from 1"),
-        (["--peer_python=p"], "--peer_python and --peer_model go together"),
-        (["--suite=none"], "--suite=none"),
-        (["--repeats=0"], "--repeats=0"),
-    ],
-)
-def test_a_wrong_use_gives_one_clear_line(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "FLAGS", benchmark.define_flags())
-    with pytest.raises(SystemExit) as end:
-        benchmark.run(["scripts/benchmark.py", *arguments])
-    err = capsys.readouterr().err
-    assert end.value.code == 2
+@pytest.fixture
+def peer(tmp_path):
+    """Returns (flags of two made-up peers, a function that returns the notes they made)."""
+    python, notes = tmp_path / "python", tmp_path / "notes"
+    python.write_text(FAKE_PEER.format(python=sys.executable, root=str(ROOT), notes=str(notes)))
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    flags = [f"--peer_python={python}", f"--peer_model={tmp_path}", f"--peer_gguf={python}"]
+
+    def read():
+        rows = [line.split() for line in notes.read_text().splitlines()]
+        return [(module, *map(int, numbers)) for module, *numbers in rows]
+
+    return flags, read
+
+
+def test_decode(measured):
+    figures, out, charts = measured("decode", "--requests=1,2")
+    assert [row["requests"] for row in figures["decode"]] == [1, 2]
+    row = figures["decode"][1]
+    assert row["engines"]["headrace"]["output_tokens"] == 128
+    assert row["share_of_limit"] == pytest.approx(
+        row["engines"]["headrace"]["decode_tokens_per_s"] / row["limit_tokens_per_s"]
+    )
+    assert row["ratios"] == {"decode_tokens_per_s": {}, "output_tokens_per_s": {}}
+    assert "of limit" in out and "peer" not in out
+    assert charts == {"decode_decode", "decode_output"}
+
+
+def test_the_pools_sizes_are_compared(command, model, monkeypatch):
+    sizes, load = [], Settings.load
+
+    def load_one(settings, **options):
+        sizes.append(options)
+        return load(settings, num_pages=32)  # programs that are there
+
+    monkeypatch.setattr(Settings, "load", load_one)
+    flags = [flag for flag in model if "num_pages" not in flag]
+    code, out, err = command("--num_pages_compare", "--requests=2", *flags)
+    assert code == 0, err
+    assert [(s["page_size"], s["num_pages"]) for s in sizes] == [(16, 8192 // 16 + 1), (16, 17)]
+    assert "8192 ms" in out
+
+
+def test_prefill_beside_peers(measured, peer):
+    flags, notes = peer
+    figures, out, charts = measured("prefill", "--shapes=2x5,1x20", *flags)
+    assert [row["shape"] for row in figures["prefill"]] == ["2x5", "1x20"]
+    assert figures["prefill"][0]["engines"]["headrace"]["prompt_tokens"] == 10
+    assert set(figures["prefill"][1]["ratios"]) == {"transformers", "llama.cpp"}
+    assert figures["peers"]["llama.cpp"] == {"engine": "fake"}
+    assert charts == {"prefill"} and "prompt tok/s" in out
+    # Each peer was given each shape twice: once to warm up.
+    modules = ["scripts.peer_transformers", "scripts.peer_llama_cpp"]
+    assert sorted(notes()) == sorted(
+        (module, *shape, 1) for module in modules for shape in [(2, 5), (1, 20)] * 2
+    )
+
+
+def test_peers(measured, peer):
+    flags, notes = peer
+    figures, out, charts = measured("peers", "--requests=2", *flags)
+    [row] = figures["decode"]
+    assert list(row["engines"]) == ["headrace", "transformers", "llama.cpp"]
+    assert row["engines"]["transformers"]["output_tokens"] == 128
+    [one] = row["rounds"]
+    for figure, ratios in row["ratios"].items():
+        for name in ("transformers", "llama.cpp"):
+            assert ratios[name] == pytest.approx(one["headrace"][figure] / one[name][figure])
+    assert {(count, length, steps) for _, count, length, steps in notes()} == {(2, 64, 64)}
+    assert "decode ratio" in out and charts == {"peers_decode", "peers_output"}
+
+
+@pytest.mark.parametrize("rate", [None, 200.0])
+def test_serving(measured, peer, tmp_path, rate):
+    flags, notes = peer
+    lengths = [(5, 6), (3, 2), (20, 1), (4, 4), (9, 3)]
+    source = tmp_path / "lengths.jsonl"
+    rows = [{"prompt_len": prompt, "output_len": output} for prompt, output in lengths]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [f"--lengths={source}", "--num_requests=4", "--repeats=2"]
+    arguments += [] if rate is None else [f"--request_rate={rate}"]
+    figures, out, charts = measured("serving", *arguments, *flags)
+    engines = figures["serving"]
+    assert list(figures["rounds"][0]) == ["continuous", "static", "transformers", "llama.cpp"]
+    for run in engines.values():
+        assert (run["requests"], run["prompt_tokens"], run["output_tokens"]) == (4, 32, 13)
+        assert 0 < run["ttft_s"]["p50"] <= run["e2e_s"]["p50"] <= run["total_s"]
+    rates = {name: run["requests_per_s"] for name, run in engines.items()}
+    assert figures["ratios"]["static"] == pytest.approx(rates["continuous"] / rates["static"])
+    assert figures["request_rate"] == rate
+    if rate is None:  # warm-up, then static batches of two in order of arrival, in either round
+        mine = [rest for module, *rest in notes() if module == "scripts.peer_transformers"]
+        assert mine == [[1, 5, 1], [2, 5, 6], [2, 20, 4], [2, 5, 6], [2, 20, 4]]
+    assert charts == {f"serving_{name}" for name in ("rate", "ttft", "tpot", "itl", "e2e")}
+    assert "requests/s" in out and "p99 ms" in out
+
+
+def test_serving_with_one_way_of_batching(measured):
+    figures, _, _ = measured("serving", "--batching=static", "--num_requests=1")
+    assert list(figures["serving"]) == ["static"] and figures["ratios"] == {}
+
+
+def test_startup(measured):
+    # A cold start compiles: with one row there is little to.
+    figures, out, charts = measured("startup", "--max_num_seqs=1", "--max_num_batched_tokens=1")
+    cold, warm = figures["starts"]["cold"], figures["starts"]["warm"]
+    assert figures["programs"] == len(cold["programs"]) == len(warm["programs"]) > 6
+    assert (cold["compiled"], cold["loaded"]) == (figures["programs"], 0)
+    assert (warm["compiled"], warm["loaded"]) == (0, figures["programs"])
+    for start in (cold, warm):
+        assert 0 < start["ready_s"] < start["first_token_s"] <= start["all_programs_s"]
+        assert sum(start["phases"].values()) == pytest.approx(start["first_token_s"], rel=0.05)
+        assert all(seconds > 0 for seconds in start["programs"].values())
+    assert figures["dominant"]["cold"]["phase"] in cold["phases"]
+    assert "body decode1x1" in out and "import jax" in out
+    assert charts == {"startup_phases", "startup_programs"}
+
+
+PEER = ["--peer_python=p", "--peer_model=m"]
+WRONG = {
+    "requests": (["--requests=1,x"], "--requests must be numbers from 1"),
+    "no request": (["--requests=0"], "--requests must be numbers from 1"),
+    "shapes": (["--shapes=1x2x3"], "--shapes must be numbers from 1"),
+    "peer alone": (["--peer_python=p"], "--peer_python goes together with --peer_model"),
+    "model alone": (["--peer_gguf=p"], "--peer_python goes together with --peer_model"),
+    "no peer": (["--suite=peers"], "--suite=peers needs --peer_python"),
+    "peer in decode": (PEER, "--peer_python is for --suite=peers, prefill or serving"),
+    "peer in startup": (["--suite=startup", *PEER], "--peer_python is for --suite=peers"),
+    "pools in serving": (["--suite=serving", "--num_pages_compare"], "of --suite=decode"),
+    "pools chosen": (["--num_pages_compare", "--num_pages=9"], "leave out --num_pages"),
+    "suite": (["--suite=none"], "--suite=none"),
+    "repeats": (["--repeats=0"], "--repeats=0"),
+    "rate": (["--request_rate=0"], "--request_rate=0.0 must be above 0"),
+    "rate nan": (["--request_rate=nan"], "--request_rate=nan must be above 0"),
+    "batching": (["--batching=dynamic"], "batching='dynamic' is not known"),
+    "charts": (["--charts=README.md"], "--charts=README.md cannot be a folder"),
+    "output": (["--output=no/x"], "name a file in a folder that exists"),
+    "model": (["--suite=startup", "--model=none"], "none: no such file or folder"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", WRONG.values(), ids=WRONG)
+def test_a_wrong_use_gives_one_clear_line(command, arguments, message):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
     assert message in err.replace("flag ", "")
     assert err.count("\n") == 1
+
+
+def test_what_the_model_has_no_room_for_is_named(command, model, tmp_path):
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"prompt_len": 100, "output_len": 50}\n')
+    long = [f"--lengths={lengths}", "--num_requests=1"]
+    for arguments, message in [
+        (["--suite=prefill", "--shapes=1x128"], "--shapes=1x128 and a token do not fit"),
+        (["--suite=serving", *long], "a request has 150 tokens and max_model_len is 128"),
+        (["--suite=serving", long[0]], "--num_requests=200 is over the 1 of"),
+        (["--suite=serving", "--lengths=none"], "--lengths=none cannot be read"),
+        (["--suite=serving", "--num_requests=1", "--text=none"], "--text=none cannot be read"),
+    ]:
+        code, _, err = command(*model, *arguments)
+        assert code == 2
+        last = err.splitlines()[-1]
+        assert last.startswith("benchmark: ") and message in last
