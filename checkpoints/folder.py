@@ -192,7 +192,8 @@ def write_settings(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     tokenizer = checkpoint.tokenizer()
     if tokenizer is None:
         return
-    tokenizer.backend.save(str(folder / TOKENIZER))
+    # Not its own `save`, which raises a plain Exception where the disk is full.
+    (folder / TOKENIZER).write_text(tokenizer.backend.to_str(pretty=True), encoding="utf-8")
     write(TOKENIZER_CONFIG, _tokenizer_settings(tokenizer))
     if tokenizer.chat_template is not None:
         (folder / CHAT_TEMPLATE).write_bytes(tokenizer.chat_template.encode("utf-8"))

@@ -5,11 +5,18 @@ import logging
 import sys
 
 
+class StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at the time, also after somebody replaced it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def logger() -> logging.Logger:
     """Returns the "headrace" logger; it writes to stderr unless the application set it up."""
     log = logging.getLogger("headrace")
     if not log.handlers and log.level == logging.NOTSET:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = StderrHandler()
         handler.setFormatter(logging.Formatter("headrace: %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
