@@ -43,12 +43,11 @@ def write_cells(
     return flat.reshape(pool.shape)
 
 
-def gather_pages(pool: jax.Array, page_BJ: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns k and v of the pages `page_BJ`, each [B, K, J * W, H], ready for a batched dot."""
+def gather_pages(pool: jax.Array, page_BJ: jax.Array) -> jax.Array:
+    """Returns the cells of the pages `page_BJ`, [B, K, J * W, 2H]: a cell's K, then its V."""
     P, K, W, H2 = pool.shape
     B, J = page_BJ.shape
     heads_K = jnp.arange(K, dtype=jnp.int32)
     row_BKJ = page_BJ[:, None, :] * K + heads_K[None, :, None]
     kv = pool.reshape(P * K, W, H2).at[row_BKJ].get(mode="promise_in_bounds")
-    kv = kv.reshape(B, K, J * W, H2)
-    return kv[..., : H2 // 2], kv[..., H2 // 2 :]
+    return kv.reshape(B, K, J * W, H2)
