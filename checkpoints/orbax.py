@@ -6,29 +6,17 @@
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja
 
 Tensor names and settings are those of the model's Hugging Face folder. The tensors are read by
-TensorStore, in whose format Orbax stores them. Both are imported when first needed: Orbax takes a
-second.
+TensorStore, in whose format Orbax stores them; `checkpoints.orbax_writer` writes them.
 """
 
-import contextlib
-import json
-import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, total_bytes
-from checkpoints.folder import (
-    CONFIG,
-    GENERATION_CONFIG,
-    inside,
-    new_folder,
-    read_json,
-    read_tokenizer,
-    write_settings,
-)
+from checkpoints.checkpoint import DTYPES, TensorInfo
+from checkpoints.folder import CONFIG, GENERATION_CONFIG, inside, read_json, read_tokenizer
 from checkpoints.tokenizer import Tokenizer
 
 MANIFEST = "headrace.json"
@@ -36,8 +24,6 @@ PARAMETERS = "parameters"
 METADATA = "_METADATA"  # Orbax's own
 FORMAT_VERSION = 1
 
-# Arrays are stored in chunks of this size, so that a part of one can be read.
-_CHUNK_BYTES = 64 << 20
 # What Orbax leaves at the top of a checkpoint.
 _ORBAX_FILES = (METADATA, "_CHECKPOINT_METADATA", "manifest.ocdbt")
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -82,47 +68,6 @@ class OrbaxCheckpoint:
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer in tokenizer.json, or None where the folder has none."""
         return read_tokenizer(self.path, self.config, self.generation_config)
-
-
-def write_orbax(checkpoint: Checkpoint, target: pathlib.Path) -> None:
-    """Writes the checkpoint's tensors, as `read` gives them, and its settings to a new folder.
-
-    `config["dtype"]` names the type of its tensors. The folder appears when it is whole; raises
-    OSError where `target` is there already or the disk has no room. The host holds all parameters
-    twice for a time, as Orbax saves a tree whole.
-    """
-    import orbax.checkpoint as ocp
-
-    with new_folder(target, total_bytes(checkpoint)) as folder:
-        write_settings(folder, checkpoint)
-        manifest = {"format_version": FORMAT_VERSION, "dtype": checkpoint.config["dtype"]}
-        (folder / MANIFEST).write_text(json.dumps(manifest))
-        tree = {name: checkpoint.read(name) for name in checkpoint.tensors}
-        arguments = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
-        # The reader relies on OCDBT; weights do not compress.
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
-        save = ocp.args.PyTreeSave(tree, save_args=arguments)
-        try:
-            with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
-                checkpointer.save((folder / PARAMETERS).resolve(), args=save)
-        except ValueError as error:
-            # TensorStore's only exception; all that is asked of it here is to write files.
-            raise OSError(f"{target}: cannot be written: {_first_line(error)}") from None
-
-
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax's threads from logging tracebacks of an error that is raised as well."""
-    log = logging.getLogger("absl")
-    log.addFilter(_nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
 
 
 def _read_manifest(folder: pathlib.Path) -> np.dtype:
@@ -213,11 +158,11 @@ def _info(parameters: pathlib.Path, name: str, store: Any) -> TensorInfo:
 
 def _damaged(parameters: pathlib.Path, name: str, error: ValueError) -> str:
     return (
-        f"{parameters}: tensor {name!r} cannot be read: {_first_line(error)}; "
+        f"{parameters}: tensor {name!r} cannot be read: {first_line(error)}; "
         "the folder is damaged or truncated, convert the model again"
     )
 
 
-def _first_line(error: ValueError) -> str:
+def first_line(error: ValueError) -> str:
     """Returns TensorStore's message without the settings that it appends."""
     return str(error).partition(" [tensorstore_spec=")[0].partition("\n")[0]

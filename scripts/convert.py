@@ -21,7 +21,7 @@ from checkpoints import store
 from checkpoints.checkpoint import total_bytes
 from checkpoints.folder import check_free
 from checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES, write_huggingface
-from checkpoints.orbax import write_orbax
+from checkpoints.orbax_writer import write_orbax
 from engine.export import Export
 from engine.loading import open_model, stored_dtype
 from scripts.command_line import UsageError, run_command, usage_errors

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import checkpoints
 from checkpoints.huggingface_writer import plan_shards, write_huggingface
-from checkpoints.orbax import write_orbax
+from checkpoints.orbax_writer import write_orbax
 from tests.checkpoints.written import CONFIG, TENSORS, Memory, same_tokenizer
 from tests.fixtures import byte_tokenizer, fallback_tokenizer
 
@@ -124,7 +124,7 @@ def test_a_read_that_fails_leaves_nothing(tmp_path):
 
 SLOW_WRITE = """
 import importlib, pathlib, sys, time
-from checkpoints.orbax import write_orbax
+from checkpoints.orbax_writer import write_orbax
 from tests.checkpoints.written import TENSORS, Memory
 
 class Slow(Memory):

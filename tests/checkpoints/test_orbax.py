@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import checkpoints
-from checkpoints.orbax import write_orbax
+from checkpoints.orbax_writer import write_orbax
 from tests.checkpoints.written import CONFIG, TENSORS, Memory, same_tokenizer
 from tests.fixtures import fallback_tokenizer
 
@@ -63,7 +63,7 @@ def test_nothing_but_the_folder_is_left(written):
 
 
 def test_a_large_tensor_is_stored_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints.orbax._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("checkpoints.orbax_writer._CHUNK_BYTES", 1000)
     values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     write_orbax(Memory({"w": values}, config=CONFIG | {"dtype": "float32"}), tmp_path / "m")
     np.testing.assert_array_equal(checkpoints.open_checkpoint(tmp_path / "m").read("w"), values)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.huggingface_writer import write_huggingface
-from checkpoints.orbax import write_orbax
+from checkpoints.orbax_writer import write_orbax
 from engine.export import Export
 from engine.loading import load_model, open_model
 from engine.models.oracle import forward_jit

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from checkpoints.huggingface_writer import write_huggingface
-from checkpoints.orbax import write_orbax
+from checkpoints.orbax_writer import write_orbax
 from engine import LLM, SamplingParams
 from engine.export import Export
 from engine.loading import open_model

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoints.orbax import write_orbax
+from checkpoints.orbax_writer import write_orbax
 from engine.export import Export
 from engine.loading import open_model
 from tests.fixtures import llama_config, llama_shapes

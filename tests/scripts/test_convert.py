@@ -118,7 +118,7 @@ def test_a_disk_without_room_is_one_line_before_work_starts(tiny, tmp_path, run,
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
 def test_a_disk_that_fills_on_the_way_is_named_and_leaves_nothing(tiny, tmp_path, to):
     """Stood in for by a limit on the size of a file, which a write meets in the same way."""
-    limited = ["bash", "-c", 'ulimit -f 60 && exec "$@"', "limited"]
+    limited = ["bash", "-c", 'ulimit -f 40 && exec "$@"', "limited"]
     arguments = [f"--model={tiny}", f"--to={to}", f"--output={tmp_path / 'out'}"]
     done = subprocess.run(
         [*limited, sys.executable, "-m", "scripts.convert", *arguments],
@@ -128,8 +128,6 @@ def test_a_disk_that_fills_on_the_way_is_named_and_leaves_nothing(tiny, tmp_path
         timeout=120,
     )
     assert done.returncode == 2 and done.stdout == ""
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("convert: ")]
-    assert f"{tmp_path / 'out'}" in line and "File too large" in line
+    [line] = done.stderr.splitlines()
+    assert line.startswith("convert: ") and "out" in line and "File too large" in line
     assert list(tmp_path.iterdir()) == []
-    # Threads of Orbax that outlive its error may speak of their own.
-    assert to == "orbax" or done.stderr == f"{line}\n"
