@@ -39,7 +39,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     with started_peers(settings.peer_python, settings.peers) as peers:
         runs: dict[str, Run] = {}
         for mode, one in llms.items():
-            warm_up(one, jobs)
+            run_batch(one, [job.prompt for job in jobs[:2]], [2] * len(jobs[:2]))  # warms up
             runs[mode] = partial(run_ours, one, jobs)
         rows = llm.config.max_num_seqs
         for name, peer in peers.items():
@@ -89,12 +89,6 @@ def run_ours(llm: LLM, jobs: list[Job]) -> Figures:
 
 def run_peer(peer: Peer, jobs: list[Job], batch_size: int) -> Figures:
     return serving_figures(*replay_in_batches(peer, jobs, batch_size))
-
-
-def warm_up(llm: LLM, jobs: list[Job]) -> None:
-    """Waits for every program to be loaded, and runs some steps."""
-    llm.engine.programs.wait()
-    run_batch(llm, [job.prompt for job in jobs[:2]], [2] * len(jobs[:2]))
 
 
 def ratios(figures: dict[str, Any]) -> dict[str, float]:

@@ -51,9 +51,14 @@ class Settings:
     text: Path
 
     def load(self, **options: Any) -> LLM:
-        """Returns the model with the engine's options, those given winning over `options`."""
+        """Returns the model with the engine's options, those given winning over `options`.
+
+        All of its programs are loaded, so that nothing runs beside what is measured.
+        """
         with usage_errors():
-            return LLM(self.model, **options | self.options)
+            llm = LLM(self.model, **options | self.options)
+        llm.engine.programs.wait()
+        return llm
 
 
 def define_flags(suites: list[str]) -> flags.FlagValues:

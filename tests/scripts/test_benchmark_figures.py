@@ -15,7 +15,7 @@ from engine import SamplingParams
 from engine.request import Request
 from scripts.benchmarks import decode, rounds, startup
 from scripts.benchmarks.machine import CpuWatch, ReadBandwidth, process_ticks
-from scripts.benchmarks.peer import Peer, PeerPlan
+from scripts.benchmarks.peer import Peer, PeerPlan, started_peers
 from scripts.benchmarks.replay import (
     arrivals,
     cut_prompts,
@@ -255,6 +255,18 @@ def test_bandwidth_is_measured(monkeypatch):
 def test_a_peer_that_cannot_run_is_named(python, model, message):
     with pytest.raises(UsageError, match=message):
         Peer(python, PeerPlan("none", "scripts.no_such_peer", "--peer_model", model))
+
+
+def test_a_peer_that_ends_midway_is_named(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "{}"; read line; echo broken >&2\n')
+    python.chmod(0o700)
+    plan = PeerPlan("short", "scripts.none", "--peer_gguf", str(python))
+    with (
+        pytest.raises(UsageError, match="the peer short has ended"),
+        started_peers(str(python), [plan]) as peers,
+    ):
+        peers["short"].run([[1]], [1])
 
 
 def test_each_pair_of_orders_comes_equally_often():
