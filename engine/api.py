@@ -91,14 +91,16 @@ class LLM:
 
         With `hidden_states`, returns (logits, hidden [layers + 1, T, width]): the embeddings and
         every layer's output, before the final norm. A plain pass for research and tests; it
-        compiles for every new length.
+        compiles for every power of two that a length is rounded up to.
         """
         [(request, _)] = self._requests([prompt], SamplingParams(max_tokens=0))
-        token_T = np.asarray(request.prompt_token_ids, np.int32)
-        logits_TV, hidden_LTD = forward_jit(self.engine.params, self.model_config, token_T)
+        count = len(request.prompt_token_ids)
+        padded_T = np.zeros(max(16, 1 << (count - 1).bit_length()), np.int32)
+        padded_T[:count] = request.prompt_token_ids  # no token sees the padding behind it
+        logits_TV, hidden_LTD = forward_jit(self.engine.params, self.model_config, padded_T)
         if hidden_states:
-            return np.asarray(logits_TV), np.asarray(hidden_LTD)
-        return np.asarray(logits_TV)
+            return np.asarray(logits_TV)[:count], np.asarray(hidden_LTD)[:, :count]
+        return np.asarray(logits_TV)[:count]
 
     def _submit(self, requests: list[tuple[Request, str | None]], added: set[int]) -> None:
         """Queues the requests and puts their ids into `added`; raises naming the index."""

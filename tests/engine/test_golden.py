@@ -97,12 +97,13 @@ class Deviations:
         assert self.largest < ATOL, what
 
 
-def check_engine(llm, golden, what):
-    """Asserts all golden figures of a real model through the paged engine of `llm`."""
+def check_engine(llm, golden, budget, what):
+    """Asserts all golden figures of a real model through pages, in chunks of `budget` tokens."""
     deviations = Deviations()
     prompts = golden["prompts"]
     params = greedy(48, logprobs=5, prompt_logprobs=0)
-    outputs = llm.generate([prompt["ids"] for prompt in prompts], params)
+    jobs = [(prompt["ids"], params) for prompt in prompts]
+    outputs = run(llm, engine_on(llm, budget=budget), jobs)
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
         assert_greedy(prompt["name"], completion.token_ids, prompt["greedy_ids"], prompt["margins"])
@@ -114,7 +115,7 @@ def check_engine(llm, golden, what):
             deviations.add(entry.logprob, expected)
     forced = golden["teacher_forced"]
     scored = SamplingParams(max_tokens=0, prompt_logprobs=1)
-    [output] = llm.generate(forced["ids"], scored)
+    [output] = run(llm, engine_on(llm, budget=budget), [(forced["ids"], scored)])
     for place, expected in enumerate(forced["logprobs"]):
         entry = output.prompt_logprobs[place + 1]
         deviations.add(entry[forced["ids"][place + 1]].logprob, expected)
@@ -143,24 +144,26 @@ def check_forward(llm, golden, what):
     deviations.check(f"{what}, plain forward")
 
 
-def check_checkpoint(path, kind, name):
+def check_checkpoint(path, kind, name, budgets=(64,)):
     """Asserts all golden figures of the real model `name` from the checkpoint at `path`.
 
-    A budget of 7 tokens cuts every prompt into many chunks. All kinds of checkpoints of a model run
-    the same programs, so only the first is compiled for.
+    All kinds of checkpoints of a model run the same programs, so only the first is compiled for.
+    Returns the model.
     """
     golden = json.loads((GOLDEN / REAL[name]).read_text())
-    for budget in (7, 64):
-        llm = LLM(str(path), max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=budget)
-        assert llm.built.model.checkpoint.kind == kind
-        check_engine(llm, golden, f"{name}, {kind}, {budget} tokens a step")
-    check_forward(llm, golden, f"{name}, {kind}")
+    llm = LLM(str(path), max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=64)
+    assert llm.built.model.checkpoint.kind == kind
+    for budget in budgets:
+        check_engine(llm, golden, budget, f"{name}, {kind}, {budget} tokens a step")
+    return llm
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_model_from_gguf(users_model, name):
-    check_checkpoint(users_model(name), "gguf", name)
+    """A budget of 7 tokens cuts every prompt into many chunks, padded in wider programs."""
+    llm = check_checkpoint(users_model(name), "gguf", name, budgets=(7, 64))
+    check_forward(llm, json.loads((GOLDEN / REAL[name]).read_text()), name)
 
 
 @pytest.mark.slow
