@@ -23,7 +23,7 @@ ERROR_LEVEL = 4
 
 @llama_cpp.llama_log_callback
 def log_errors(level, text, _):
-    if level >= ERROR_LEVEL:
+    if level == ERROR_LEVEL:
         sys.stderr.write(text.decode(errors="replace"))
 
 
