@@ -71,7 +71,8 @@ def rope_tables(config: ModelConfig, position_T: jax.Array) -> tuple[jax.Array, 
     inverse = np.stack([rope.inverse_frequencies(config.head_width) for rope in config.ropes])
     inverse_RX = jnp.asarray(inverse, jnp.float32)
     angles = position_T.astype(jnp.float32)[None, :, None] * inverse_RX[:, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    # Made once: XLA would compute them anew in every layer that they are fused into.
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def decoder_layer(x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, attend, cache):

@@ -19,9 +19,6 @@ from pallas_kernels.pages import gather_pages
 # not pay for long ones and that 32 rows of a block stay in the processor's cache. Measured:
 # WORKSPACE.md.
 BLOCK_CELLS = 64
-# Up to so many queries a KV head, K and V are not taken apart: multiplying both halves of a cell,
-# one of them for nothing, costs less than copying them. Measured: WORKSPACE.md.
-NARROW_QUERIES = 16
 # Below any logit, and finite: a difference of two of them is 0, not NaN.
 LOWEST = -1e30
 
@@ -45,10 +42,7 @@ def paged_attention(
     K, W = pool.shape[1:3]
     pages = max(1, block_cells // W)
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    q = (q_BKGTH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, K, N // K * T, H)
-    narrow = N // K * T <= NARROW_QUERIES
-    if narrow:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, H)))
+    q_BKXH = (q_BKGTH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, K, N // K * T, H)
     first_B = jnp.maximum(rows.start_B - window + 1, 0) // W  # the first page anyone here sees
     blocks_B = -(-(rows.start_B + rows.count_B - first_B * W) // (pages * W))
     num_blocks = jnp.max(jnp.where(rows.count_B > 0, blocks_B, 0))
@@ -57,6 +51,7 @@ def paged_attention(
         page_BJ = first_B[:, None] + i * pages + jnp.arange(pages, dtype=jnp.int32)[None]
         # Past the table's end there is nothing to see; the clamp only keeps the read inside.
         inside_BJ = jnp.minimum(page_BJ, rows.table_BJ.shape[1] - 1)
+        # K and V together: two gathers would fetch every cell's memory twice.
         kv = gather_pages(pool, jnp.take_along_axis(rows.table_BJ, inside_BJ, axis=1))
         cell_BS = (page_BJ[:, :, None] * W + jnp.arange(W, dtype=jnp.int32)[None, None]).reshape(
             B, pages * W
@@ -65,13 +60,12 @@ def paged_attention(
         # A weight of 0 does not silence NaN or infinity, which cells seen by nobody may hold.
         seen_BS = mask_BTS.any(axis=1)
         kv = jnp.where(seen_BS[:, None, :, None], kv, jnp.zeros((), kv.dtype))
-        k, v = (kv, kv) if narrow else (kv[..., :H], kv[..., H:])
-        return accumulate(carry, q, k, v, mask_BTS, softcap)
+        return accumulate(carry, q_BKXH, kv[..., :H], kv[..., H:], mask_BTS, softcap)
 
     zeros = jnp.zeros((B, K, N // K * T), jnp.float32)
-    start = (zeros + LOWEST, zeros, jnp.zeros((*zeros.shape, q.shape[-1]), jnp.float32))
-    _, total_BKX, values = jax.lax.fori_loop(0, num_blocks, block, start)
-    out_BKXH = values[..., -H:] / jnp.maximum(total_BKX, 1e-30)[..., None]
+    start = (zeros + LOWEST, zeros, jnp.zeros((B, K, N // K * T, H), jnp.float32))
+    _, total_BKX, sum_BKXH = jax.lax.fori_loop(0, num_blocks, block, start)
+    out_BKXH = sum_BKXH / jnp.maximum(total_BKX, 1e-30)[..., None]
     out_BKGTH = out_BKXH.astype(q_BTNH.dtype).reshape(B, K, N // K, T, H)
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -97,16 +91,13 @@ def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> 
     return used_BS[:, None, :] & near_BTS & related_BTS
 
 
-def accumulate(carry, q, k, v, mask_BTS, softcap):
-    """Returns the running (maximum, sum of weights, weighted values) with one more block.
-
-    q is [B, K, X, width], k and v are [B, K, S, width]: the queries of a KV head and its cells.
-    """
-    high_BKX, total_BKX, values = carry
-    B, K, X, _ = q.shape
+def accumulate(carry, q_BKXH, k_BKSH, v_BKSH, mask_BTS, softcap):
+    """Returns the running (maximum, sum of weights, weighted values) with one more block."""
+    high_BKX, total_BKX, sum_BKXH = carry
+    B, K, X, _ = q_BKXH.shape
     _, T, S = mask_BTS.shape
     # K on the left is the order that XLA's CPU backend does fastest.
-    logits = jnp.einsum("bksh,bkxh->bkxs", k, q, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bksh,bkxh->bkxs", k_BKSH, q_BKXH, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     masked = jnp.where(mask_BTS[:, None, None], logits.reshape(B, K, X // T, T, S), LOWEST)
@@ -115,8 +106,8 @@ def accumulate(carry, q, k, v, mask_BTS, softcap):
     # A block in which a query sees nothing: LOWEST - LOWEST would weigh 1, so the mask says 0.
     weights = jnp.where(logits > LOWEST / 2, jnp.exp(logits - new_high_BKX[..., None]), 0.0)
     keep_BKX = jnp.exp(high_BKX - new_high_BKX)
-    more = jnp.einsum(
-        "bkxs,bksh->bkxh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    values = jnp.einsum(
+        "bkxs,bksh->bkxh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
     )
     total_BKX = total_BKX * keep_BKX + weights.sum(axis=-1)
-    return new_high_BKX, total_BKX, values * keep_BKX[..., None] + more
+    return new_high_BKX, total_BKX, sum_BKXH * keep_BKX[..., None] + values
