@@ -31,7 +31,7 @@ def one_round(runs: dict[str, Run], pids: Sequence[int], turn: int) -> Round:
         watch = CpuWatch(pids)
         figures[name] = runs[name]()
         figures[name]["foreign_cores"] = watch.foreign_cores()
-    return figures
+    return {name: figures[name] for name in runs}
 
 
 def disturbance(figures: Round) -> float:

@@ -314,6 +314,8 @@ def test_a_step_that_fails_loses_no_request(tiny, monkeypatch, fault, place):
             programs = engine.programs
 
             class Faulty(dict):
+                seconds = programs.seconds
+
                 def __getitem__(self, key, programs=programs, failing=failing):
                     is_head = hasattr(key, "kind")
                     if key == "start" or is_head != (place == "head"):
