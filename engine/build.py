@@ -28,6 +28,7 @@ from engine.loading import (
 from engine.log import logger
 from engine.loop import Engine
 from engine.memo import Memo
+from engine.models.tree import fuse
 from engine.pages import PagePool
 from engine.program_store import ProgramStore
 from engine.programs import ProgramFactory, build_programs, pool_pages, total_tokens
@@ -84,6 +85,7 @@ def build_engine(config: EngineConfig) -> Built:
     forbidden = forbidden_ids(model)
     cfg = StepConfig(model.config, layout, shape, mesh, TENSOR_PARALLEL, widest, forbidden)
     params = abstract_parameters(model.config, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
+    params = params if stacked else fuse(params)
     programs_store = ProgramStore(store.cache_folder() / "programs")
 
     def factory_of(num_pages: int) -> ProgramFactory:
@@ -95,11 +97,14 @@ def build_engine(config: EngineConfig) -> Built:
     factory = factory_of(num_pages)
     check_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
     clock.end("plan the programs and the pool")
+
+    def load() -> Any:
+        weights = load_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
+        return weights if stacked else fuse(weights)
+
     # Weights are read while programs compile: one waits for the disk, the other for the cores.
     with ThreadPoolExecutor(1) as background:
-        loading = background.submit(
-            load_model, model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked
-        )
+        loading = background.submit(load)
         programs = build_programs(factory, ladder, programs_store, logger().info)
         clock.end("compile the programs, or find them")
         weights = loading.result()

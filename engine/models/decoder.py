@@ -75,13 +75,23 @@ def rope_tables(config: ModelConfig, position_T: jax.Array) -> tuple[jax.Array, 
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
+def queries_keys_values(h_TD: jax.Array, p: Params, config: ModelConfig):
+    """Returns (q_TNH, k_TKH, v_TKH), from one fused matrix or from three."""
+    T, N, K = h_TD.shape[0], config.query_heads, config.kv_heads
+    if "qkv" in p:
+        joined = linear(h_TD, p["qkv"], p.get("qkv_bias")).reshape(T, N + 2 * K, config.head_width)
+        return joined[:, :N], joined[:, N : N + K], joined[:, N + K :]
+    return tuple(
+        linear(h_TD, p[name], p.get(f"{name}_bias")).reshape(T, heads, config.head_width)
+        for name, heads in (("q", N), ("k", K), ("v", K))
+    )
+
+
 def decoder_layer(x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, attend, cache):
     """Returns (x_TD, cache) after one layer."""
     h_TD = rms_norm(x_TD, p["attention_norm"], config.norm_eps)
     T, H = h_TD.shape[0], config.head_width
-    q_TNH = linear(h_TD, p["q"], p.get("q_bias")).reshape(T, config.query_heads, H)
-    k_TKH = linear(h_TD, p["k"], p.get("k_bias")).reshape(T, config.kv_heads, H)
-    v_TKH = linear(h_TD, p["v"], p.get("v_bias")).reshape(T, config.kv_heads, H)
+    q_TNH, k_TKH, v_TKH = queries_keys_values(h_TD, p, config)
     if config.qk_norm:
         q_TNH = rms_norm(q_TNH, p["q_norm"], config.norm_eps)
         k_TKH = rms_norm(k_TKH, p["k_norm"], config.norm_eps)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree of parameters: its specs, and a model's tensors put into it."""
+"""The tree of parameters: its specs, and the form of it that suits a single CPU device."""
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from engine.models.config import ModelConfig
@@ -18,3 +20,37 @@ def parameter_specs(config: ModelConfig, dtype: np.dtype, *, stacked: bool) -> d
         else:
             segments.append(tuple(dict(layer) for _ in run))
     return {**config.outer_specs(dtype), "segments": tuple(segments)}
+
+
+# A fused parameter and what it is joined from, on the axis of outputs.
+FUSED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias")}
+
+
+def fuse(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tree with q, k and v of each layer as one matrix; layers must be unrolled.
+
+    XLA's CPU backend gives a small product one core only: measured in WORKSPACE.md. The tree may be
+    of arrays or of abstract arrays, all on one device. Arrays are joined a layer at a time; those
+    of `params` are given up, so that memory holds no second copy.
+    """
+    segments = tuple(tuple(fuse_layer(layer) for layer in seg) for seg in params["segments"])
+    return {**params, "segments": segments}
+
+
+def fuse_layer(layer: dict[str, Any]) -> dict[str, Any]:
+    """Returns one layer's parameters, fused."""
+    fused = dict(layer)
+    for name, parts in FUSED.items():
+        if parts[0] in layer:
+            fused[name] = _join([fused.pop(part) for part in parts])
+    return fused
+
+
+def _join(arrays: list[Any]) -> Any:
+    if isinstance(arrays[0], jax.Array):
+        joined = jnp.concatenate(arrays)
+        for array in arrays:
+            array.delete()
+        return joined
+    shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
+    return jax.ShapeDtypeStruct(shape, arrays[0].dtype, sharding=arrays[0].sharding)
