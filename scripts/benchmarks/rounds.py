@@ -44,18 +44,15 @@ def quiet_rounds(
     pids: Sequence[int],
     repeats: int,
     most_void: int,
-    between: Callable[[], None] = lambda: None,
 ) -> tuple[list[Round], int]:
     """Returns `repeats` rounds, and how many more were void.
 
     A round is void while other processes than `pids` used more than 0.1 core in any of its runs;
-    after `most_void` of them they are kept, and their `foreign_cores` tells. `between` is called
-    ahead of each round.
+    after `most_void` of them they are kept, and their `foreign_cores` tells.
     """
     rounds: list[Round] = []
     void = 0
     while len(rounds) < repeats:
-        between()
         figures = one_round(runs, pids, len(rounds) + void)
         if disturbance(figures) > MOST_FOREIGN_CORES and void < most_void:
             void += 1
