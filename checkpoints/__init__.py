@@ -21,8 +21,9 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     """Returns the checkpoint at `path`: a GGUF file, or a Hugging Face or Orbax folder.
 
     Only headers are read here; they are checked against the files, so that a truncated download
-    fails now. Raises FileNotFoundError where nothing is there, and ValueError (one line, naming
-    the file and the fault) where what is there cannot be loaded.
+    fails now (the values of an Orbax folder are checked when they are read). Raises
+    FileNotFoundError where nothing is there, and ValueError (one line, naming the file and the
+    fault) where what is there cannot be loaded.
     """
     path = pathlib.Path(path)
     if path.is_dir():

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -101,7 +102,7 @@ def read_json(folder: pathlib.Path, name: str, optional: bool = False) -> dict[s
         raise ValueError(f"{folder}: {name} is missing; this is no model folder")
     try:
         value = json.loads(file.read_text("utf-8"), object_pairs_hook=unique)
-    except ValueError as error:  # JSON, UTF-8, or a repeated key
+    except (ValueError, RecursionError) as error:  # JSON, UTF-8, a repeated key, nested too deep
         raise ValueError(f"{folder / name}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{folder / name}: a JSON object is needed")
@@ -142,7 +143,8 @@ def _named_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: s
 def check_free(target: pathlib.Path) -> None:
     """Raises OSError, naming the remedy, where no new folder can be made at `target`."""
     if target.is_symlink() or target.exists():
-        if not target.is_dir() or any(target.iterdir()):
+        # An empty folder is fine if a rename can replace it.
+        if target.is_symlink() or not target.is_dir() or target.is_mount() or any(target.iterdir()):
             raise FileExistsError(f"{target}: is there already; name a new folder")
     if not target.absolute().parent.is_dir():
         raise FileNotFoundError(f"{target}: its parent is no folder; make it, or name another")
@@ -163,7 +165,7 @@ def new_folder(target: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
             f"{target}: needs {num_bytes / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
             "make room, or name a folder on another disk"
         )
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = target.with_name(f".{target.name}.{os.getpid()}.{time.time_ns()}.part")
     part.mkdir()
     try:
         yield part

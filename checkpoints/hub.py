@@ -31,7 +31,7 @@ class HubName(NamedTuple):
 def parse_name(name: str) -> HubName | None:
     """Returns what "owner/name", "owner/name@revision" or "owner/name:file.gguf" names.
 
-    None for any other text, so that paths are never asked of the hub.
+    None for any other text. A relative path of two names looks the same.
     """
     match = _NAME.fullmatch(name)
     return None if match is None or ".." in name else HubName(*match.groups())

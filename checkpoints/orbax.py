@@ -115,7 +115,8 @@ def _open_stores(parameters: pathlib.Path) -> dict[str, Any]:
     opening = {}
     for name in names:
         store = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
-        spec = {"driver": driver, "kvstore": store}
+        # A chunk that is not there must not read as zeros.
+        spec = {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
         opening[name] = tensorstore.open(spec, open=True, read=True, context=context)
     stores = {}
     for name, future in opening.items():

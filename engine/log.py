@@ -9,7 +9,12 @@ class StderrHandler(logging.Handler):
     """Writes to what `sys.stderr` is at the time, also after somebody replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        if sys.stderr is None:  # a process without one
+            return
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # closed, or its reader gone: no reason to fail what was logged about
+            self.handleError(record)
 
 
 def logger() -> logging.Logger:

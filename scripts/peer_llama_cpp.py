@@ -71,13 +71,14 @@ def decode(context, batch, tokens, vocabulary):
 
 
 def run_steps(context, batch, vocabulary, prompts, steps):
-    """Yields after each greedy step of one static batch, past any end token."""
+    """Yields when ready, then after each greedy step of one static batch, past any end token."""
     last: dict[int, int] = {}
     waiting = [
         (token, position, sequence, position == len(prompt) - 1)
         for sequence, prompt in enumerate(prompts)
         for position, token in enumerate(prompt)
     ]
+    yield
     for first in range(0, len(waiting), BATCH_TOKENS):
         last |= decode(context, batch, waiting[first : first + BATCH_TOKENS], vocabulary)
     yield

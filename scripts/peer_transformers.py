@@ -16,7 +16,7 @@ from scripts.benchmarks.peer_server import answer_batches
 
 
 def run_steps(model, prompts, steps):
-    """Yields after each greedy step of one static batch, past any end token.
+    """Yields when ready, then after each greedy step of one static batch, past any end token.
 
     Prompts of different lengths are padded on the left, and masked.
     """
@@ -28,6 +28,7 @@ def run_steps(model, prompts, steps):
     ragged = any(len(prompt) < longest for prompt in prompts)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    yield
     for _ in range(steps):
         if ragged:
             options |= {"attention_mask": mask, "position_ids": positions}

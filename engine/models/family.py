@@ -248,10 +248,23 @@ def _present(
 
 
 def ids_of(value: Any) -> tuple[int, ...]:
-    """Returns token ids given as nothing, one id or a list."""
+    """Returns token ids given as nothing, one id or a list; raises ValueError for all else."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"{value!r} stands where token ids are needed")
+    return ids
+
+
+def attention_types(types: Any, layers: int) -> list[str]:
+    """Returns `layer_types` of a config, which may name full and sliding attention only."""
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"layer_types must be a list of {layers}, one for each layer")
+    if unknown := [kind for kind in types if kind not in known]:
+        raise ValueError(f"layer type {unknown[0]!r} is not supported; use {' or '.join(known)}")
+    return types
 
 
 def first_id(value: Any) -> int | None:

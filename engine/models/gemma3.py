@@ -10,9 +10,11 @@ from engine.models.config import ModelConfig, Rope
 from engine.models.family import (
     Family,
     Names,
+    attention_types,
     count,
     gguf_names,
     hf_names,
+    required,
     rope_from_gguf,
     rope_from_hf,
     rope_to_hf,
@@ -22,6 +24,7 @@ from engine.models.family import (
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+GELU = "gelu_pytorch_tanh"
 PERIOD = 6  # every sixth layer attends to all, unless the checkpoint says otherwise
 LAYERS_OF_27B = 62
 
@@ -71,7 +74,7 @@ def minus_one(weight: np.ndarray) -> np.ndarray:
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Returns each layer's attention type, from `layer_types` or the older pattern key."""
     if config.get("layer_types"):
-        return list(config["layer_types"])
+        return attention_types(config["layer_types"], layers)
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     return periodic(pattern or PERIOD, layers)
 
@@ -93,7 +96,7 @@ def ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Returns (full rope, sliding rope) from nested `rope_parameters` or the older keys."""
     nested = config.get("rope_parameters") or {}
     if FULL in nested:
-        return rope_from_hf(config, nested[FULL]), rope_from_hf(config, nested[SLIDING])
+        return rope_from_hf(config, nested[FULL]), rope_from_hf(config, required(nested, SLIDING))
     local = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
     full = {**config, "rope_theta": config.get("rope_theta") or 1e6}
     return rope_from_hf(full, nested or None), rope_from_hf({}, local)
@@ -103,6 +106,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face gemma3_text config, old or new keys."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: a decoder is causal")
+    activation = config.get("hidden_activation") or GELU
+    if activation != GELU:
+        raise ValueError(f"hidden_activation {activation!r} is not supported here; use {GELU}")
     sizes = sizes_from_hf(config, max_position=131072, head_width=256)
     types = layer_types(config, sizes["num_layers"])
     return ModelConfig(
@@ -134,7 +140,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         **sizes_to_hf(config),
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_activation": GELU,
         "attention_bias": False,
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "layer_types": [SLIDING if rope else FULL for rope in config.rope_of_layer],

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.config import ModelConfig
-from engine.models.family import Family, Names, gguf_names, hf_names
+from engine.models.family import Family, Names, attention_types, gguf_names, hf_names
 from engine.models.llama import GGUF_LAYERS, HF_LAYERS, plain_from_gguf, plain_from_hf, plain_to_hf
 
 
@@ -22,7 +22,8 @@ def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         return (None,) * layers
     window = config.get("sliding_window", 4096)
     if types := config.get("layer_types"):
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
+        slides = [kind == "sliding_attention" for kind in attention_types(types, layers)]
+        return tuple(window if s else None for s in slides)
     first = config.get("max_window_layers", 28)
     return tuple(window if layer >= first else None for layer in range(layers))
 

@@ -48,7 +48,7 @@ def fuse_layer(layer: dict[str, Any]) -> dict[str, Any]:
 
 def _join(arrays: list[Any]) -> Any:
     if isinstance(arrays[0], jax.Array):
-        joined = jnp.concatenate(arrays)
+        joined = jnp.concatenate(arrays).block_until_ready()
         for array in arrays:
             array.delete()
         return joined

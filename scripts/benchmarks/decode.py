@@ -28,7 +28,7 @@ from scripts.benchmarks.workload import (
 def measure(settings: Settings) -> dict[str, Any]:
     """Returns the figures at each number of requests, of Headrace and of the peers there are."""
     bandwidth = ReadBandwidth()
-    llm = settings.load(max_num_seqs=max(settings.counts))
+    llm = settings.load_rows(max(settings.counts))
     with started_peers(settings.peer_python, settings.peers) as peers:
         about = {"peers": {name: peer.about for name, peer in peers.items()}}
         rows = [measure_decode(settings, llm, peers, bandwidth, count) for count in settings.counts]

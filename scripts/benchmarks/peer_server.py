@@ -20,13 +20,14 @@ Steps = Callable[[Sequence[Sequence[int]], int], Iterable[None]]
 def answer_batches(about: dict[str, Any], run_steps: Steps) -> None:
     """Answers batches until the end of the input.
 
-    `run_steps(prompts, steps)` makes ready, which does not count, and returns what yields after
+    `run_steps(prompts, steps)` yields once when all is ready, which does not count, and then after
     each of `steps` greedy steps, when its tokens are known.
     """
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
         batch = json.loads(line)
-        work = run_steps(batch["prompts"], max(batch["new_tokens"]))
+        work = iter(run_steps(batch["prompts"], max(batch["new_tokens"])))
+        next(work)
         start = time.monotonic()
         steps = [time.monotonic() for _ in work]
         print(json.dumps({"start_s": start, "step_s": steps}), flush=True)

@@ -37,7 +37,7 @@ def compare_pools(settings: Settings, count: int) -> dict[str, Any]:
     runs: dict[str, Run] = {}
     for name, pool in tokens.items():
         sizes = {"page_size": page_size, "num_pages": -(-pool // page_size) + 1}
-        llm = settings.load(max_num_seqs=max(settings.counts), **sizes)
+        llm = settings.load_rows(max(settings.counts), **sizes)
         if len(llm.engine.stats()["pages"]) > 1:
             raise UsageError("--num_pages_compare is for models of one page group; try another")
         prompts = workload_prompts(count, llm.model_config.vocab_size)

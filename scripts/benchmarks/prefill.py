@@ -16,7 +16,7 @@ from scripts.command_line import UsageError
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Returns the figures of each shape, of Headrace and of the peers there are."""
-    llm = settings.load(max_num_seqs=max(shape.requests for shape in settings.shapes))
+    llm = settings.load_rows(max(shape.requests for shape in settings.shapes))
     for shape in settings.shapes:
         if shape.prompt_tokens >= llm.max_model_len:
             raise UsageError(

@@ -33,7 +33,11 @@ def measure(settings: Settings) -> dict[str, Any]:
     peers in static batches of as many requests as Headrace has rows.
     """
     asked = settings.options.get("batching")
-    llms = {mode: settings.load(batching=mode) for mode in ([asked] if asked else BATCHING)}
+    llms: dict[str, LLM] = {}
+    for mode in [asked] if asked else BATCHING:
+        # All have the pool of the first: a pool takes memory that the next would count as free.
+        pages = [one.built.factory.num_pages for one in llms.values()]
+        llms[mode] = settings.load(batching=mode, num_pages=pages[0] if pages else None)
     llm = next(iter(llms.values()))
     jobs = make_jobs(settings, llm)
     with started_peers(settings.peer_python, settings.peers) as peers:

@@ -60,6 +60,16 @@ class Settings:
         llm.engine.programs.wait()
         return llm
 
+    def load_rows(self, rows: int, **options: Any) -> LLM:
+        """Returns the model with room for `rows` requests at once."""
+        most = self.options.get("max_num_seqs", rows)
+        if most < rows:
+            raise UsageError(
+                f"--max_num_seqs={most} is under the {rows} requests that are to run at once; "
+                "raise it, or ask for fewer"
+            )
+        return self.load(max_num_seqs=rows, **options)
+
 
 def define_flags(suites: list[str]) -> flags.FlagValues:
     values = flags.FlagValues()

@@ -127,7 +127,9 @@ def test_paths_and_named_models_come_before_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "NAMED", {"org/named": None})
     monkeypatch.setattr(store, "fetch", lambda name: tmp_path / name)
     assert store.resolve("org/named") == tmp_path / "org/named" and asked == []
-    assert store.resolve("org/other@v1") == tmp_path and asked == ["org/other@v1"]
+    with pytest.raises(FileNotFoundError, match="org is a folder here, so this is taken for a p"):
+        store.resolve("org/other")
+    assert store.resolve("owner/other@v1") == tmp_path and asked == ["owner/other@v1"]
     with pytest.raises(FileNotFoundError, match="known names: org/named; a model of the Hugging"):
         store.resolve("other")
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 
 import checkpoints
 from checkpoints.orbax_writer import write_orbax
@@ -137,7 +138,16 @@ def cut_values(folder):
     cut(max(data_files(folder), key=lambda path: path.stat().st_size))
 
 
+def lose_chunk(folder):
+    """Takes the values of one tensor away and leaves its metadata: they must not read as zeros."""
+    files = {"driver": "file", "path": f"{folder / 'parameters'}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
+    chunks = [key for key in store.list().result() if not key.endswith((b".zarray", b"zarr.json"))]
+    store.delete_range(tensorstore.KvStore.KeyRange(chunks[0], chunks[0] + b"\0")).result()
+
+
 DAMAGES = {
+    "lost chunk": lose_chunk,
     "no parameters": lambda folder: shutil.rmtree(folder / "parameters"),
     "no metadata": lambda folder: (folder / "parameters/_METADATA").unlink(),
     "cut metadata": lambda folder: cut(folder / "parameters/_METADATA"),

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,11 @@ def test_a_rope_that_is_not_supported_is_named(key):
         (gemma3.from_hf, without(GEMMA3, "sliding_window"), "config has no 'sliding_window'"),
         (llama.from_hf, LLAMA | {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         (llama.from_hf, LLAMA | {"num_key_value_heads": 3}, "4 query heads cannot share 3 KV"),
-        (gemma3.from_hf, GEMMA3 | {"num_hidden_layers": 5}, "for each of 5 layers"),
+        (
+            gemma3.from_hf,
+            GEMMA3 | {"num_hidden_layers": 5},
+            "layer_types must be a list of 5, one for",
+        ),
         (gemma3.from_hf, GEMMA3 | {"use_bidirectional_attention": True}, "a decoder is causal"),
         (llama.from_hf, LLAMA | {"partial_rotary_factor": 0.5}, "rotary_factor 0.5 is not support"),
         (llama.from_hf, LLAMA | {"hidden_size": "64"}, "hidden_size '64'; a positive integer"),
@@ -400,3 +405,26 @@ def test_names_in_the_decoder_state_the_shapes(config, stacked, dtype, shape_suf
         logits, hidden = jax.eval_shape(lambda p, t: forward(p, config, t), params, token_T)
         assert logits.shape == (tokens, 320) and logits.dtype == np.float32
         assert hidden.shape == (config.num_layers + 1, tokens, 64) and hidden.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "read, config, message",
+    [
+        (
+            gemma3.from_hf,
+            GEMMA3 | {"layer_types": ["chunked_attention"] * 4},
+            "'chunked_attention'",
+        ),
+        (gemma3.from_hf, GEMMA3 | {"layer_types": ["full_attention"]}, "a list of 4, one for each"),
+        (gemma3.from_hf, GEMMA3 | {"hidden_activation": "relu"}, "hidden_activation 'relu'"),
+        (
+            gemma3.from_hf,
+            GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "no 'sliding_attention'",
+        ),
+        (gemma3.from_hf, GEMMA3 | {"eos_token_id": [[2]]}, "where token ids are needed"),
+    ],
+)
+def test_what_a_config_says_is_read_or_refused(read, config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(config)

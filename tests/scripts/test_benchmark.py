@@ -22,6 +22,7 @@ from scripts.benchmarks.peer_server import answer_batches
 def run_steps(prompts, steps):
     with open({notes!r}, "a") as notes:
         print(sys.argv[2], len(prompts), max(map(len, prompts)), steps, file=notes)
+    yield
     for _ in range(steps):
         time.sleep(0.001)
         yield

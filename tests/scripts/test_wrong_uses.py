@@ -51,6 +51,8 @@ def models(tmp_path_factory):
     (index / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}})
     )
+    (damaged("deep") / "config.json").write_text("[" * 100_000)
+    (damaged("end_ids") / "config.json").write_text(json.dumps(config | {"eos_token_id": [[2]]}))
     (damaged("tokenizer") / "tokenizer.json").write_text('{"model": {}}')
     convert_to(good, folder / "orbax")
     torn = pathlib.Path(shutil.copytree(folder / "orbax", folder / "torn_orbax"))
@@ -96,6 +98,8 @@ WRONG = {
     "truncated safetensors": ("generate", ["--prompt=a", "--model={m}/cut"], "model.safetensors"),
     "no config": ("generate", ["--prompt=a", "--model={m}/no_config"], "config.json is missing"),
     "torn config": ("generate", ["--prompt=a", "--model={m}/torn_config"], "config.json: Expect"),
+    "nested config": ("generate", ["--prompt=a", "--model={m}/deep"], "config.json: maximum rec"),
+    "end ids": ("generate", ["--prompt=a", "--model={m}/end_ids"], "[[2]] stands where token ids"),
     "unknown family": ("generate", ["--prompt=a", "--model={m}/family"], "'rwkv' is not supported"),
     "mis-shaped tensor": ("generate", ["--prompt=a", "--model={m}/shape"], "needs (48, 81)"),
     "missing tensors": ("generate", ["--prompt=a", "--model={m}/layers"], "tensors are missing"),
@@ -119,6 +123,11 @@ WRONG = {
         "is there already; name a new folder",
     ),
     "unknown suite": ("benchmark", ["--suite=decod"], "value should be one of"),
+    "more requests than rows": (
+        "benchmark",
+        ["--model={m}/good", "--requests=8", "--max_num_seqs=2"],
+        "--max_num_seqs=2 is under the 8 requests",
+    ),
     "peer without its model": ("benchmark", ["--peer_python=python"], "--peer_"),
 }
 
