@@ -103,8 +103,8 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     if (hub_name := hub.parse_name(str(name_or_path))) is not None:
         if pathlib.Path(path.parts[0]).is_dir():
             raise FileNotFoundError(
-                f"{name_or_path}: no such file or folder; {path.parts[0]} is a folder here, so this "
-                "is taken for a path; to ask the Hugging Face Hub for it, run in another folder"
+                f"{name_or_path}: no such file or folder; {path.parts[0]} is a folder here, so "
+                "this is taken for a path; to ask the Hugging Face Hub for it, run elsewhere"
             )
         return hub.fetch(hub_name)
     raise FileNotFoundError(

@@ -151,7 +151,7 @@ def test_a_rope_that_is_not_supported_is_named(key):
         (
             gemma3.from_hf,
             GEMMA3 | {"num_hidden_layers": 5},
-            "layer_types must be a list of 5, one for",
+            "must be a list of 5, one for",
         ),
         (gemma3.from_hf, GEMMA3 | {"use_bidirectional_attention": True}, "a decoder is causal"),
         (llama.from_hf, LLAMA | {"partial_rotary_factor": 0.5}, "rotary_factor 0.5 is not support"),
