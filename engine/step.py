@@ -135,6 +135,7 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
         out_specs=(pages, heads),
         check_vma=False,
     )
+    sharded = jax.jit(sharded)  # unrolled layers share one trace
 
     def attend(pool, layer, q_TNH, k_TKH, v_TKH):
         array, offset = place_view(pool, layer.place)

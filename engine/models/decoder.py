@@ -7,6 +7,7 @@ and quick to compile on TPU and GPU).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,24 +88,37 @@ def queries_keys_values(h_TD: jax.Array, p: Params, config: ModelConfig):
     )
 
 
-def decoder_layer(x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, attend, cache):
-    """Returns (x_TD, cache) after one layer."""
+# The two halves of a layer are programs within the program: unrolled layers share one trace.
+@partial(jax.jit, static_argnames="config")
+def before_attention(x_TD: jax.Array, p: Params, config: ModelConfig, cos_TX, sin_TX):
+    """Returns (q_TNH, k_TKH, v_TKH), normed, projected and rotated."""
     h_TD = rms_norm(x_TD, p["attention_norm"], config.norm_eps)
-    T, H = h_TD.shape[0], config.head_width
     q_TNH, k_TKH, v_TKH = queries_keys_values(h_TD, p, config)
     if config.qk_norm:
         q_TNH = rms_norm(q_TNH, p["q_norm"], config.norm_eps)
         k_TKH = rms_norm(k_TKH, p["k_norm"], config.norm_eps)
-    cos, sin = ropes[0][layer.rope], ropes[1][layer.rope]
-    cache, out_TNH = attend(cache, layer, rotate(q_TNH, cos, sin), rotate(k_TKH, cos, sin), v_TKH)
-    h_TD = linear(out_TNH.reshape(T, config.query_heads * H), p["o"], p.get("o_bias"))
+    return rotate(q_TNH, cos_TX, sin_TX), rotate(k_TKH, cos_TX, sin_TX), v_TKH
+
+
+@partial(jax.jit, static_argnames="config")
+def after_attention(x_TD: jax.Array, out_TNH: jax.Array, p: Params, config: ModelConfig):
+    """Returns x_TD with attention's output and the MLP's added."""
+    h_TD = linear(out_TNH.reshape(x_TD.shape[0], -1), p["o"], p.get("o_bias"))
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_attention_norm"], config.norm_eps)
     x_TD = x_TD + h_TD
     h_TD = gated_mlp(rms_norm(x_TD, p["mlp_norm"], config.norm_eps), p, config.activation)
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_mlp_norm"], config.norm_eps)
-    return x_TD + h_TD, cache
+    return x_TD + h_TD
+
+
+def decoder_layer(x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, attend, cache):
+    """Returns (x_TD, cache) after one layer."""
+    cos_TX, sin_TX = ropes[0][layer.rope], ropes[1][layer.rope]
+    heads = before_attention(x_TD, p, config, cos_TX, sin_TX)
+    cache, out_TNH = attend(cache, layer, *heads)
+    return after_attention(x_TD, out_TNH, p, config), cache
 
 
 def run_layers(
