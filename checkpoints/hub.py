@@ -93,8 +93,9 @@ def fetch(
         )
     if not name.file and not any(found.glob("*.safetensors")):
         raise FileNotFoundError(
-            f"{name}: this model of the Hugging Face Hub has no safetensors files; name one of its "
-            f"GGUF files, if it has any, as {name.repository}:FILE.gguf"
+            f"{name}: no safetensors files in {found}, which is what the Hugging Face Hub has or, "
+            "when it cannot be reached, what was fetched before; connect and try again, or name a "
+            f"GGUF file of it as {name.repository}:FILE.gguf"
         )
     return found / name.file if name.file else found
 

@@ -1,9 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few numbers kept beside the compiled programs, so that one start finds what another found."""
+"""Files of the cache folder, and a few numbers there that one start finds after another."""
 
 import json
 import os
+import threading
 from pathlib import Path
+
+from engine.log import logger
+
+
+def keep(path: Path, data: bytes) -> None:
+    """Writes a file of the cache whole, in the place of any other; or warns, and writes nothing.
+
+    The cache saves work. A full disk makes the next start slower, and does not end this one.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        logger().warning(
+            "%s cannot be kept (%s); the next start does the work again", path, error.strerror
+        )
 
 
 class Memo:
@@ -27,9 +46,7 @@ class Memo:
         self._read()
         self._numbers[key] = number
         if self._path is not None:
-            partial_file = self._path.with_suffix(f".{os.getpid()}")
-            partial_file.write_text(json.dumps(self._numbers))
-            os.replace(partial_file, self._path)
+            keep(self._path, json.dumps(self._numbers).encode())
 
     def _read(self) -> None:
         try:

@@ -25,6 +25,7 @@ from jax.experimental import serialize_executable
 import pallas_kernels
 import sharding
 from engine.log import logger
+from engine.memo import keep
 
 # XLA's lowering recurses deeply over unrolled layers; the default stack of a thread is too small.
 THREAD_STACK_BYTES = 64 * 2**20
@@ -137,9 +138,7 @@ class ProgramStore:
             self.compiled += 1
         if path is not None:
             payload, _, _ = serialize_executable.serialize(compiled)
-            partial_file = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-            partial_file.write_bytes(hashlib.sha256(payload).digest() + payload)
-            os.replace(partial_file, path)
+            keep(path, hashlib.sha256(payload).digest() + payload)
         return compiled
 
     def has(self, program: Program) -> bool:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from absl import flags
 
@@ -116,8 +116,36 @@ def usage_errors(prefix: str = "") -> Iterator[None]:
         raise UsageError(f"{prefix}{error}") from error
 
 
+class NewFile:
+    """A text file that is being written for `--flag=path`; a full disk is a UsageError."""
+
+    def __init__(self, part: Path, flag: str, path: str) -> None:
+        self._file = part.open("x", encoding="utf-8")
+        self._setting = f"--{flag}={path}"
+
+    def write(self, text: str) -> None:
+        with self._whole():
+            self._file.write(text)
+
+    def close(self) -> None:
+        with self._whole():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise UsageError(
+                f"{self._setting} could not be written whole ({error.strerror}), so nothing was "
+                "kept; free some space or name another folder"
+            ) from error
+
+
 @contextlib.contextmanager
-def replaced_file(flag: str, path: str) -> Iterator[TextIO]:
+def replaced_file(flag: str, path: str) -> Iterator[NewFile]:
     """Yields a text file that takes the place of `path` when the block ends well.
 
     Until then `path` is as it was; a block that raises leaves nothing behind. `flag` names the
@@ -128,23 +156,16 @@ def replaced_file(flag: str, path: str) -> Iterator[TextIO]:
         raise UsageError(f"--{flag}={path} is not a regular file; name a file to write")
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        file = part.open("x", encoding="utf-8")
+        file = NewFile(part, flag, path)
     except OSError as error:
         raise UsageError(
             f"--{flag}={path} cannot be written ({error.strerror}); name a file in a folder that "
             "exists and is writable"
         ) from error
     try:
-        with file:
+        with contextlib.closing(file):
             yield file
         part.replace(target)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise UsageError(
-            f"--{flag}={path} could not be written whole ({error.strerror}), so nothing was kept; "
-            "free some space or name another folder"
-        ) from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -176,12 +176,14 @@ def rope_to_hf(rope: Rope) -> dict[str, Any]:
 def rope_from_gguf(meta: Mapping[str, Any], architecture: str, *, theta: float) -> Rope:
     """Returns the rope of GGUF metadata; `theta` is the base where the file names none.
 
-    A factor without a scaling type is linear, as the format has it. Raises ValueError for other
+    A factor without a scaling type is linear, as the format has it, and so is its older key,
+    `scale_linear`. Raises ValueError for other
     scalings, and where a part of the head only is rotated.
     """
     prefix = f"{architecture}.rope"
     theta = float(meta.get(f"{prefix}.freq_base") or theta)
-    factor = float(meta.get(f"{prefix}.scaling.factor") or 1.0)
+    older = meta.get(f"{prefix}.scale_linear")
+    factor = float(meta.get(f"{prefix}.scaling.factor") or older or 1.0)
     kind = meta.get(f"{prefix}.scaling.type") or "linear"
     if kind not in ("none", "linear"):
         raise ValueError(f"GGUF rope scaling {kind!r} is not supported; use none or linear")

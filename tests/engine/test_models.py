@@ -202,6 +202,8 @@ def test_gguf_config_is_that_of_the_same_model_in_hugging_face_keys():
     assert llama.from_gguf(tokens) == same
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     assert llama.from_gguf(GGUF | scaling).ropes == (Rope(5e5, "linear", 4.0),)
+    older = {"llama.rope.scale_linear": 4.0}
+    assert llama.from_gguf(GGUF | older).ropes == (Rope(5e5, "linear", 4.0),)
     bare = without(GGUF, "llama.attention.head_count_kv", "llama.attention.key_length")
     assert llama.from_gguf(bare).kv_heads == 4 and llama.from_gguf(bare).head_width == 16
     with pytest.raises(ValueError, match="GGUF rope scaling 'yarn' is not supported"):

@@ -2,6 +2,7 @@
 """Programs are compiled once, kept, found again, and never taken from where others can write."""
 
 import os
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.kv import kv_layout
+from engine.memo import Memo
 from engine.program_store import Executables, Program, ProgramStore
 from engine.programs import coarse_pages, pool_pages
 from sharding import make_mesh
@@ -70,6 +72,23 @@ def test_a_torn_file_is_compiled_again(tmp_path):
         np.testing.assert_array_equal(call(again.get(program())), [0, 2, 4, 6])
         assert counts(again) == (1, 0)
         assert len(path.read_bytes()) > len(whole) // 2
+
+
+def test_a_full_disk_costs_the_file_and_not_the_start(tmp_path, caplog):
+    """A limit on the size of files stands in for the disk: the write fails just so."""
+    store = ProgramStore(tmp_path)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, unlimited[1]))
+    try:
+        executable = store.get(program())
+        memo = Memo(tmp_path / "sizes.json")
+        memo.set("a long name of a program", 7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    np.testing.assert_array_equal(call(executable), [0, 2, 4, 6])
+    assert memo.get("a long name of a program") == 7
+    assert caplog.text.count("cannot be kept (File too large)") == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
