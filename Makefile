@@ -57,6 +57,8 @@ bench: $(STAMP)
 	$(call MEASURE,startup)
 	$(if $(PEERS),$(call MEASURE,peers,$(PEERS)))
 	$(call MEASURE,serving,--num_requests=$(SERVING) $(PEERS))
+	$(call MEASURE,sampling)
+	$(call MEASURE,scheduler)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

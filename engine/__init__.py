@@ -2,6 +2,7 @@
 """The engine: requests, scheduler, step programs, models, sampling, KV memory and the API."""
 
 from engine.api import LLM
-from engine.request import RequestOutput, SamplingParams
+from engine.params import SamplingParams
+from engine.request import RequestOutput
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]

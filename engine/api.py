@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python API: a model, loaded and ready to generate."""
 
-import random
+import contextlib
+import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from engine.batch import MAX_END_IDS
 from engine.build import build_engine
+from engine.chat import ChatEncoder, Conversation, as_conversations
 from engine.config import EngineConfig
 from engine.loop import Delta
 from engine.models.oracle import forward_jit
-from engine.request import Request, RequestOutput, SamplingParams
+from engine.params import SamplingParams
+from engine.prompts import Prompt, RequestMaker, as_list, paired
+from engine.request import Request, RequestOutput
+from engine.strict import no_warnings
 
-Prompt = str | Sequence[int]
+# The requests of one prompt, one for each output, and its text if it had one.
+Samples = tuple[list[Request], str | None]
+
+POOLINGS = {
+    "mean": lambda hidden_TD: hidden_TD.mean(axis=0, dtype=np.float64),
+    "last": lambda hidden_TD: hidden_TD[-1].astype(np.float64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How likely a continuation is: natural logarithms, and whether greedy would have said it."""
+
+    token_ids: list[int]
+    token_logprobs: list[float]
+    sum_logprob: float
+    is_greedy: bool
 
 
 class LLM:
@@ -32,12 +52,21 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         """`options` are the fields of EngineConfig; an unknown one is a TypeError."""
         self.config = EngineConfig(model=model, **options)
-        self.built = built = build_engine(self.config)
+        with no_warnings(self.config.strict):
+            self.built = built = build_engine(self.config)
         self.engine = built.engine
         self.tokenizer = built.model.tokenizer
         self.model_config = built.model.config
         self.max_model_len = built.max_model_len
-        self._random = random.Random(self.config.seed)
+        self.maker = RequestMaker(
+            tokenizer=self.tokenizer,
+            model_config=self.model_config,
+            max_model_len=self.max_model_len,
+            eos_ids=built.model.eos_ids,
+            seed=self.config.seed,
+        )
+        self.chats = ChatEncoder(self.tokenizer)
+        self.default_params = built.default_params
 
     def generate(
         self,
@@ -45,13 +74,163 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Returns one RequestOutput a prompt, in order.
+        """Returns one RequestOutput a prompt, in order, each with `n` outputs.
 
         prompts: a text, token ids, or a list of either. params: one for all, or one each;
-        `SamplingParams()` if not given. All are checked before any work starts: ValueError names
+        `default_params` if not given. All are checked before any work starts: ValueError names
         the index and the field. Interrupted, it aborts what is running and raises.
         """
-        requests = self._requests(prompts, params)
+        return self._run(self._requests(as_list(prompts), params), progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Returns `generate`'s outputs for one conversation, or several: lists of messages.
+
+        A message is {"role": ..., "content": ...} and what else the model's own template reads.
+        `template` may have `tools`, `documents`, `add_generation_prompt` (true unless said
+        otherwise), `continue_final_message`, and any variable of the template. Spellings of special
+        tokens in the messages stay text unless `params.parse_special_in_messages`.
+        """
+        pairs = list(paired(as_conversations(messages), params, self.default_params))
+        requests = []
+        for index, (conversation, one) in enumerate(pairs):
+            with naming(f"conversation {index}"):
+                requests.append(self.prepare_chat(conversation, one, template))
+        return self._run(requests, progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yields what each step adds to the outputs; the last delta carries the whole result."""
+        [(requests, text)] = self._requests([prompt], params)
+        running = [self.engine.add_request(request, text) for request in requests]
+        ended: list[RequestOutput] = []
+        try:
+            while len(ended) < len(requests):
+                if not any(self.engine.is_running(request_id) for request_id in running):
+                    raise RuntimeError("another call took this stream's end; finish it first")
+                for delta in self.engine.step():
+                    if delta.request_id not in running:
+                        continue
+                    if delta.output is not None:
+                        ended.append(delta.output)
+                        last = len(ended) == len(requests)
+                        delta.output = merge_samples(ended) if last else None
+                    yield delta
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+
+    def score(self, pairs: Sequence[tuple[Prompt, Prompt]], progress: bool = False) -> list[Score]:
+        """Returns how likely each continuation is after its context, in order.
+
+        pairs: (context, continuation), each text or ids; ids are scored as they are. Of texts,
+        spaces that end the context belong to the continuation, and where a token would span the
+        two they are encoded apart. Raises ValueError naming the pair, before any work starts.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+        requests: list[Samples] = []
+        for index, (context, continuation) in enumerate(pairs):
+            with naming(f"pair {index}"):
+                before, after = self.maker.pair_ids(context, continuation)
+                [request] = self.maker.make(before + after, params)
+                request.scored_from = request.scored = len(before) - 1
+                requests.append(([request], None))
+        outputs = self._run(requests, progress)
+        for index, output in enumerate(outputs):
+            if output.outputs[0].finish_reason == "error":
+                raise ValueError(f"pair {index}: {output.outputs[0].stop_reason}")
+        return [
+            score_of(output, request.scored_from + 1)
+            for output, ([request], _) in zip(outputs, requests, strict=True)
+        ]
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], progress: bool = False
+    ) -> list[np.ndarray]:
+        """Returns the hidden states of each prompt, float32 [T, width], after the final norm."""
+        requests = self._requests(as_list(prompts), SamplingParams(max_tokens=0))
+        for [request], _ in requests:
+            request.wants_hidden = True
+        outputs = self._run(requests, progress)
+        for index, output in enumerate(outputs):
+            if output.outputs[0].finish_reason == "error":
+                raise ValueError(f"prompt {index}: {output.outputs[0].stop_reason}")
+        return [np.asarray(output.hidden_states) for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "mean",
+        normalize: bool = False,
+        progress: bool = False,
+    ) -> np.ndarray:
+        """Returns one vector a prompt, float32 [n, width].
+
+        pooling: "mean" or "last", of the hidden states after the final norm. With `normalize`, each
+        has length 1.
+        """
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling={pooling!r} is not known; use one of {', '.join(POOLINGS)}")
+        vectors = np.zeros((0, self.model_config.width), np.float32)
+        states = self.encode(prompts, progress)
+        if states:
+            vectors = np.stack([POOLINGS[pooling](state_TD) for state_TD in states])
+        if normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return vectors.astype(np.float32)
+
+    def forward(self, prompt: Prompt, hidden_states: bool = False) -> Any:
+        """Returns the logits of a whole sequence, float32 [T, vocabulary], without the engine.
+
+        With `hidden_states`, returns (logits, hidden [layers + 1, T, width]): the embeddings and
+        every layer's output, before the final norm. A plain pass for research and tests; it
+        compiles for every power of two that a length is rounded up to.
+        """
+        request, _ = self.make_request(prompt, SamplingParams(max_tokens=0))
+        count = len(request.prompt_token_ids)
+        padded_T = np.zeros(max(16, 1 << (count - 1).bit_length()), np.int32)
+        padded_T[:count] = request.prompt_token_ids  # no token sees the padding behind it
+        logits_TV, hidden_LTD = forward_jit(self.engine.params, self.model_config, padded_T)
+        if hidden_states:
+            return np.asarray(logits_TV)[:count], np.asarray(hidden_LTD)[:, :count]
+        return np.asarray(logits_TV)[:count]
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Samples:
+        """Returns the checked requests of a prompt, for `engine.add_request`, and its text."""
+        with no_warnings(self.config.strict):
+            return self.maker.make(prompt, params), prompt if isinstance(prompt, str) else None
+
+    def prepare_chat(
+        self, conversation: Conversation, params: SamplingParams, template: Mapping[str, Any]
+    ) -> Samples:
+        """Returns the checked requests of a conversation, as `prepare` does."""
+        special = params.parse_special_in_messages
+        ids = self.chats.token_ids(conversation, template, parse_special=special)
+        return self.prepare(ids, params)
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, str | None]:
+        """Returns `prepare`'s one request, of parameters with n=1, and the prompt's text."""
+        [request], text = self.prepare(prompt, params)
+        return request, text
+
+    def _requests(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Samples]:
+        """Returns the checked requests of each prompt; raises naming the index."""
+        requests = []
+        for index, (prompt, one) in enumerate(paired(prompts, params, self.default_params)):
+            with naming(f"prompt {index}"):
+                requests.append(self.prepare(prompt, one))
+        return requests
+
+    def _run(self, requests: list[Samples], progress: bool) -> list[RequestOutput]:
+        """Runs the requests to their ends; returns the outputs of each prompt together."""
         waiting: set[int] = set()
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -67,138 +246,38 @@ class LLM:
                 self.engine.abort(request_id)
             if progress:
                 sys.stderr.write("\n")
-        return [outputs[request.id] for request, _ in requests]
+        return [merge_samples([outputs[one.id] for one in samples]) for samples, _ in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yields what each step adds to the output; the last delta carries the whole result."""
-        [(request, text)] = self._requests([prompt], params)
-        request_id = self.engine.add_request(request, text)
-        done = False
-        try:
-            while not done:
-                if not self.engine.is_running(request_id):
-                    raise RuntimeError("another call took this stream's end; finish it first")
-                for delta in self.engine.step():
-                    if delta.request_id == request_id:
-                        done = delta.output is not None
-                        yield delta
-        finally:
-            if not done:
-                self.engine.abort(request_id)
-
-    def forward(self, prompt: Prompt, hidden_states: bool = False) -> Any:
-        """Returns the logits of a whole sequence, float32 [T, vocabulary], without the engine.
-
-        With `hidden_states`, returns (logits, hidden [layers + 1, T, width]): the embeddings and
-        every layer's output, before the final norm. A plain pass for research and tests; it
-        compiles for every power of two that a length is rounded up to.
-        """
-        [(request, _)] = self._requests([prompt], SamplingParams(max_tokens=0))
-        count = len(request.prompt_token_ids)
-        padded_T = np.zeros(max(16, 1 << (count - 1).bit_length()), np.int32)
-        padded_T[:count] = request.prompt_token_ids  # no token sees the padding behind it
-        logits_TV, hidden_LTD = forward_jit(self.engine.params, self.model_config, padded_T)
-        if hidden_states:
-            return np.asarray(logits_TV)[:count], np.asarray(hidden_LTD)[:, :count]
-        return np.asarray(logits_TV)[:count]
-
-    def _submit(self, requests: list[tuple[Request, str | None]], added: set[int]) -> None:
+    def _submit(self, requests: list[Samples], added: set[int]) -> None:
         """Queues the requests and puts their ids into `added`; raises naming the index."""
-        for index, (request, text) in enumerate(requests):
-            try:
-                added.add(self.engine.add_request(request, text))
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from None
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[Request, str | None]]:
-        """Returns a checked Request and its text for each prompt; raises naming the index."""
-        listed = as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(listed)
-        else:
-            each = list(params)
-            if len(each) != len(listed):
-                raise ValueError(
-                    f"{len(listed)} prompts came with {len(each)} params; give one, or one each"
-                )
-        requests = []
-        for index, (prompt, one) in enumerate(zip(listed, each, strict=True)):
-            try:
-                requests.append(self.make_request(prompt, one))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"prompt {index}: {error}") from None
-        return requests
-
-    def make_request(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, str | None]:
-        """Returns the Request of a prompt, for `engine.add_request`, and its text if it had one."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.token_ids(prompt)
-        limit = self.max_model_len
-        if len(token_ids) > limit:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {limit}; "
-                "shorten it or raise max_model_len"
-            )
-        if params.max_tokens is not None:
-            limit = min(limit, len(token_ids) + params.max_tokens)
-        end_ids = () if params.ignore_eos else self.built.model.eos_ids
-        if len(end_ids) > MAX_END_IDS:
-            raise ValueError(f"the model has {len(end_ids)} end tokens, at most {MAX_END_IDS} fit")
-        seed = self._random.getrandbits(32) if params.seed is None else params.seed
-        return Request(
-            prompt_token_ids=token_ids,
-            params=params,
-            limit=limit,
-            seed=seed,
-            end_ids=end_ids,
-        ), text
-
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the ids of a prompt, checked against the vocabulary.
-
-        An empty prompt starts from BOS where the model has one. Raises ValueError otherwise.
-        """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the model has no tokenizer; give token ids instead of text")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = checked_ids(prompt, self.model_config.vocab_size)
-        if ids:
-            return ids
-        bos = self.tokenizer.bos_id if self.tokenizer is not None else self.model_config.bos_id
-        if bos is None:
-            raise ValueError("the prompt is empty and the model has no BOS token; give some text")
-        return [bos]
+        for index, (samples, text) in enumerate(requests):
+            for request in samples:
+                with naming(f"prompt {index}"):
+                    added.add(self.engine.add_request(request, text))
 
 
-def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Returns the ids as plain integers; raises naming the first that is none or out of range."""
-    checked = []
-    for place, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise TypeError(f"token {place} of the prompt is {token!r}; ids are whole numbers")
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"token {place} of the prompt is {token}; ids are from 0 to {vocab_size - 1}"
-            )
-        checked.append(int(token))
-    return checked
+def merge_samples(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Returns the outputs of one prompt as one: times are of the one that ended last."""
+    ordered = sorted(outputs, key=lambda output: output.outputs[0].index)
+    last = max(outputs, key=lambda output: (output.metrics and output.metrics.e2e_s) or 0.0)
+    completions = [completion for output in ordered for completion in output.outputs]
+    return dataclasses.replace(ordered[0], outputs=completions, metrics=last.metrics)
 
 
-def as_list(prompts: Any) -> list[Prompt]:
-    """Returns the prompts as a list: one text or one list of ids is a single prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray):
-        raise TypeError(f"prompts must be text, token ids or a list, not {type(prompts).__name__}")
-    prompts = list(prompts)
-    if prompts and isinstance(prompts[0], int | np.integer):
-        return [prompts]
-    return prompts
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Turns the refusal of an input into a ValueError that begins with its name."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
+def score_of(output: RequestOutput, first: int) -> Score:
+    """Returns the score of the prompt's tokens from `first` on."""
+    token_ids = output.prompt_token_ids[first:]
+    entries = [entry or {} for entry in (output.prompt_logprobs or [])[first:]]
+    values = [entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)]
+    # The likeliest token is always there beside a token's own entry.
+    greedy = all(len(entry) == 1 for entry in entries)
+    return Score(token_ids, values, sum(values), greedy)

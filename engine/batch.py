@@ -18,8 +18,9 @@ import numpy as np
 from engine.buckets import Group
 from engine.plan import Plan
 from engine.request import Request
+from engine.settings import BAD_WORD_TOKENS, BAD_WORDS, SETTINGS, UNUSED, row_settings
 
-MAX_END_IDS = 8  # end ids a row can hold; a request with more is refused
+MAX_END_IDS = 32  # end ids a row can hold; a request with more is refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,11 @@ class BatchShape:
         if group.kind == "tree":
             return fields | {"depth_BT": (B, T), "ancestors_BT": (B, T)}
         return fields | {
+            "fresh_B": (B,),
             "settle_B": (B,),
             "left_B": (B,),
             "end_ids_BE": (B, MAX_END_IDS),
-            "temperature_B": (B,),
-            "top_k_B": (B,),
-            "top_p_B": (B,),
-            "seed_B2": (B, 2),
-            "sample_B": (B,),
+            "settings_BF": (B, len(SETTINGS)),
         }
 
     def layout(self, body: tuple[Group, ...]) -> list[dict[str, tuple[int, ...]]]:
@@ -122,6 +120,7 @@ def pack_pieces(plan, group, part, shape, tables, lengths, first_token, where) -
         part["cell_GB"][:, index] = lengths[:, row] - (end - piece.start)
         part["table_GBJ"][:, index] = tables[:, row]
         part["token_BT"][index, :count] = request.tokens(piece.start, piece.stop)
+        part["fresh_B"][index] = piece.fresh
         if last_of_row[row] == index:
             part["settle_B"][index] = row
             pack_settings(part, index, request, piece.stop)
@@ -131,13 +130,41 @@ def pack_pieces(plan, group, part, shape, tables, lengths, first_token, where) -
 
 def pack_settings(part: Mapping[str, np.ndarray], index: int, request: Request, stop: int) -> None:
     """Writes the row settings of a request whose KV is stored up to `stop`."""
-    params = request.params
     part["left_B"][index] = request.limit - stop
     part["end_ids_BE"][index] = -1
     part["end_ids_BE"][index, : len(request.end_ids)] = request.end_ids
-    part["temperature_B"][index] = np.float32(params.temperature).view(np.int32)
-    part["top_k_B"][index] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
-    part["top_p_B"][index] = np.float32(params.top_p).view(np.int32)
-    words = np.array([request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF], np.uint32)
-    part["seed_B2"][index] = words.view(np.int32)
-    part["sample_B"][index] = 0
+    part["settings_BF"][index] = row_settings(request)
+
+
+def packed_tables_size(vocabulary: int) -> int:
+    """Returns the length of what `pack_tables` returns."""
+    return 1 + 2 * vocabulary + BAD_WORDS * BAD_WORD_TOKENS + BAD_WORD_TOKENS - 1
+
+
+def pack_tables(request: Request, vocabulary: int) -> np.ndarray:
+    """Returns the int32 array with which `engine.logits.set_row` sets a request's row.
+
+    It has the row, bias and tally of every id, the bad words of several tokens, and the output's
+    last tokens.
+    """
+    params = request.params
+    bias_V = np.zeros(vocabulary, np.float32)
+    if params.allowed_token_ids is not None:
+        bias_V[:] = -np.inf
+        bias_V[list(params.allowed_token_ids)] = 0
+    for token, bias in (params.logit_bias or {}).items():
+        bias_V[token] += bias
+    bad_ML = np.full((BAD_WORDS, BAD_WORD_TOKENS), UNUSED, np.int32)
+    several = [word for word in request.bad_words if len(word) > 1]
+    for place, word in enumerate(several):
+        bad_ML[place, -len(word) :] = word
+    bias_V[[word[0] for word in request.bad_words if len(word) == 1]] = -np.inf
+    output = request.output_token_ids
+    tally_V = 2 * np.bincount(output, minlength=vocabulary)
+    tally_V[request.prompt_token_ids] += 1
+    recent_L = np.full(BAD_WORD_TOKENS - 1, UNUSED, np.int32)
+    last = output[-len(recent_L) :]
+    recent_L[len(recent_L) - len(last) :] = last
+    row_1 = np.array([request.running_row])
+    parts = [row_1, bias_V.view(np.int32), tally_V, bad_ML.ravel(), recent_L]
+    return np.concatenate(parts, dtype=np.int32)

@@ -23,6 +23,12 @@ class Group(NamedTuple):
 Body = tuple[Group, ...]  # a chunk group first, then a decode group; either may be missing
 
 
+class Repeat(NamedTuple):
+    """The program of several decode steps in one dispatch, of a body of decodes."""
+
+    body: Body
+
+
 class Head(NamedTuple):
     """A head program: what it computes from how many hidden rows."""
 
@@ -52,16 +58,35 @@ def _decode_rows(most: int) -> tuple[int, ...]:
 class Ladder:
     """All bodies and heads of an engine.
 
+    With `pinned` there is one body of decodes, one of chunks, and one size of heads: what a row
+    computes never depends on its company. With `repeats`, bodies of decodes also run several steps
+    in one dispatch, and there are fewer mixed bodies.
+
     rows: most decodes, and most sampled rows, of a step.   width: widest piece of a prompt.
     pieces: most pieces of a step.
     Invariant: any step within these three has a body, and at most 16 bodies and 8 heads exist.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        pinned: bool = False,
+        repeats: bool = False,
+    ):
         budget = max_num_batched_tokens
         self.rows = min(max_num_seqs, budget)  # each running row needs a token of the budget
         self.width = min(_MAX_WIDTH, _power_above(budget))
         self.pieces = max(-(-budget // self.width), min(_LEAST_PIECES, max_num_seqs, budget))
+        self.repeats: tuple[Body, ...] = ()
+        if pinned:
+            self.width = min(_MAX_WIDTH, 1 << budget.bit_length() - 1)  # a whole chunk fits a step
+            self.pieces = budget // self.width
+            pieces = Group("chunk", self.pieces, self.width)
+            self.bodies: tuple[Body, ...] = ((Group("decode", self.rows, 1),), (pieces,))
+            self.head_rows: tuple[int, ...] = (self.rows,)
+            return
         few = _power_above(-(-self.rows // 4))
         wide = [
             Group("chunk", rows, self.width)
@@ -71,12 +96,15 @@ class Ladder:
         decodes = [Group("decode", rows, 1) for rows in _decode_rows(self.rows)]
         mixed = [
             (chunk, Group("decode", rows, 1))
-            for rows in _unique([few, self.rows])
+            for rows in _unique([self.rows] if repeats else [few, self.rows])
             for chunk in wide
         ]
-        self.bodies: tuple[Body, ...] = _unique([*((g,) for g in [*decodes, *alone]), *mixed])
-        assert len(self.bodies) <= MAX_BODIES, f"{len(self.bodies)} bodies, over {MAX_BODIES}"
-        self.head_rows: tuple[int, ...] = _unique([1, few, self.rows])
+        self.bodies = _unique([*((g,) for g in [*decodes, *alone]), *mixed])
+        self.head_rows = _unique([1, few, self.rows])
+        if repeats:
+            self.repeats = tuple((Group("decode", rows, 1),) for rows in self.head_rows)
+        count = len(self.bodies) + len(self.repeats)
+        assert count <= MAX_BODIES, f"{count} bodies, over {MAX_BODIES}"
 
     def choose(self, decodes: int, pieces: int, widest: int) -> Body:
         """Returns the body of fewest tokens for so many decodes, and pieces of at most `widest`.
@@ -90,6 +118,10 @@ class Ladder:
                 f"plan at most {self.rows} decodes and {self.pieces} pieces of {self.width}"
             )
         return min(covering, key=lambda body: sum(g.rows * g.width for g in body))
+
+    def choose_repeat(self, decodes: int) -> Body | None:
+        """Returns the least body for so many decodes that runs several steps, if there is one."""
+        return next((body for body in self.repeats if body[0].rows >= decodes), None)
 
     def heads(self) -> tuple[Head, ...]:
         """Returns all head programs; a step's rows are rounded up to the next of a kind."""

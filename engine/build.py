@@ -2,11 +2,8 @@
 """From an EngineConfig to a running Engine: the choices made at start, in order."""
 
 import dataclasses
-import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,28 +13,29 @@ from checkpoints import store
 from engine.batch import BatchShape
 from engine.buckets import Ladder
 from engine.config import EngineConfig
+from engine.deterministic import check_rows
 from engine.kv import KVLayout, kv_layout
 from engine.loading import (
     Model,
     abstract_parameters,
     check_model,
+    generation_defaults,
     load_model,
     open_model,
     stored_dtype,
 )
 from engine.log import logger
 from engine.loop import Engine
-from engine.memo import Memo
+from engine.memory import check_pages, default_pages
 from engine.models.tree import fuse
 from engine.pages import PagePool
+from engine.params import SamplingParams
 from engine.program_store import ProgramStore
-from engine.programs import ProgramFactory, build_programs, pool_pages, total_tokens
+from engine.programs import ProgramFactory, build_programs
 from engine.scheduler import Scheduler
 from engine.step import StepConfig
+from engine.strict import CompileCounter
 from sharding import TENSOR_PARALLEL, make_mesh
-
-# Most bytes of the KV pool on CPU unless num_pages says otherwise.
-CPU_POOL_BYTES = 2 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +48,7 @@ class Built:
     ladder: Ladder
     factory: ProgramFactory
     store: ProgramStore
+    default_params: SamplingParams
     phases: dict[str, float]  # seconds of the start, by phase, in order
 
 
@@ -71,13 +70,21 @@ def build_engine(config: EngineConfig) -> Built:
     """Returns the engine of `config`, all weights loaded and all programs ready."""
     clock = PhaseClock()
     model = open_model(store.resolve(config.model))
+    default_params = SamplingParams()
+    if config.generation_config == "auto":
+        default_params = generation_defaults(model)
     clock.end("open the model")
     platform = jax.default_backend()
     dtype = compute_dtype(config, model, platform)
     max_model_len = context_length(config, model)
     page_size = config.page_size or (16 if platform == "cpu" else 64)
     layout = kv_layout(model.config, page_size, dtype)
-    ladder = Ladder(config.max_num_seqs, config.max_num_batched_tokens)
+    ladder = Ladder(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        pinned=config.deterministic,
+        repeats=config.decode_steps > 1,
+    )
     widest = max(group.rows * group.width for body in ladder.bodies for group in body)
     shape = BatchShape(len(layout.groups), -(-max_model_len // page_size), config.max_num_seqs)
     stacked = platform != "cpu"
@@ -89,12 +96,14 @@ def build_engine(config: EngineConfig) -> Built:
     programs_store = ProgramStore(store.cache_folder() / "programs")
 
     def factory_of(num_pages: int) -> ProgramFactory:
-        return ProgramFactory(cfg, params, num_pages, stacked=stacked)
+        steps = config.decode_steps
+        return ProgramFactory(cfg, params, num_pages, stacked=stacked, decode_steps=steps)
 
     num_pages = config.num_pages or default_pages(
         config, layout, max_model_len, factory_of, ladder, programs_store
     )
     factory = factory_of(num_pages)
+    check_pages(config, factory)
     check_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
     clock.end("plan the programs and the pool")
 
@@ -120,6 +129,8 @@ def build_engine(config: EngineConfig) -> Built:
             pool=PagePool(num_pages, 1, len(layout.groups)),
             ladder=ladder,
             static=config.batching == "static",
+            pinned=config.deterministic,
+            decode_steps=config.decode_steps,
         )
 
     engine = Engine(
@@ -132,10 +143,22 @@ def build_engine(config: EngineConfig) -> Built:
         shape=shape,
         tokenizer=model.tokenizer,
         overlap=config.overlap,
+        counter=CompileCounter() if config.strict else None,
     )
+    if config.deterministic:
+        check_rows(engine, model.config.vocab_size, ladder.rows, max_model_len)
     clock.end("make the pool")
     report(model, layout, num_pages, max_model_len, engine)
-    return Built(engine, model, max_model_len, ladder, factory, programs_store, clock.phases)
+    return Built(
+        engine,
+        model,
+        max_model_len,
+        ladder,
+        factory,
+        programs_store,
+        default_params,
+        clock.phases,
+    )
 
 
 def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype:
@@ -170,60 +193,6 @@ def forbidden_ids(model: Model) -> np.ndarray | None:
     known = [model.tokenizer.known(token) for token in range(model.config.vocab_size)]
     forbidden = ~np.array(known)
     return forbidden if forbidden.any() else None
-
-
-def default_pages(
-    config: EngineConfig,
-    layout: KVLayout,
-    max_model_len: int,
-    factory_of: Callable[[int], ProgramFactory],
-    ladder: Ladder,
-    programs_store: ProgramStore,
-) -> int:
-    """Returns the pool's size when none is set, the same at every start while memory allows.
-
-    On CPU: every row at full length, 2 GiB, or a quarter of the free memory, whichever is least;
-    what an earlier start chose is kept while it fits half of the free memory. On an accelerator:
-    what `memory_fraction` leaves beside the weights and the temporaries of the largest body, which
-    is compiled with a tiny pool to learn them.
-    """
-    wanted = config.max_num_seqs * max_model_len
-    device = jax.local_devices()[0]
-    tiny = factory_of(2)
-    program = tiny.body(max(ladder.bodies, key=total_tokens))
-    folder = programs_store.folder
-    memo = Memo(folder / "sizes.json" if folder else None)
-    key = f"{programs_store.key(program)} {wanted}"
-    known = memo.get(key)
-    if device.platform == "cpu":
-        free = available_bytes()
-        if known is None or known * layout.page_bytes > free // 2:
-            sizing = dict(free_bytes=free // 4, limit_bytes=CPU_POOL_BYTES)
-            known = pool_pages(layout, tokens_wanted=wanted, **sizing)
-            memo.set(key, known)
-        return known
-    if known is None:
-        analysis = program.lower().compile().memory_analysis()
-        assert analysis is not None, "accelerators report a program's memory"
-        known = analysis.temp_size_in_bytes
-        memo.set(key, known)
-    limit = device.memory_stats()["bytes_limit"] * config.memory_fraction
-    free = int(limit) - weight_bytes(tiny.params) - known
-    return pool_pages(layout, tokens_wanted=wanted, free_bytes=free, limit_bytes=None)
-
-
-def available_bytes() -> int:
-    """Returns the memory that can be had without swapping; the page cache counts as free."""
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def weight_bytes(params: Any) -> int:
-    """Returns the bytes of a tree of abstract parameters."""
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def report(

@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_SEED = 2**64 - 1  # a seed travels to the device as two 32-bit words
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+GENERATION_CONFIGS = ("auto", "none")
 BATCHING = ("continuous", "static")
 
 
@@ -43,6 +44,13 @@ class EngineConfig:
     batching: one of BATCHING; "static" is a baseline for benchmarks: batches of `max_num_seqs`
         requests in arrival order, full rows until the last ends.
     seed: where the seeds of requests without one come from; None: fresh ones each run.
+    generation_config: "auto" takes sampling defaults from the checkpoint's generation_config.json,
+        "none" leaves those of SamplingParams.
+    deterministic: a request's numbers are the same to the last bit in any company, whatever was
+        preempted. One body of decodes at full width, one of prompts, never in one step: slower
+        while few run. Refused where the platform does not keep it.
+    decode_steps: decodes that run in one dispatch while nothing else is to be done; 1 is off.
+    strict: a compilation after the start, or anything that would be a warning, is an error.
     Raises ValueError, naming the setting, when one of them cannot be.
     """
 
@@ -57,6 +65,10 @@ class EngineConfig:
     overlap: bool = True
     batching: str = "continuous"
     seed: int | None = None
+    generation_config: str = "auto"
+    deterministic: bool = False
+    decode_steps: int = 1
+    strict: bool = False
 
     def __post_init__(self):
         if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
@@ -85,8 +97,19 @@ class EngineConfig:
                 f"memory_fraction={self.memory_fraction!r} must be above 0, at most 1; "
                 "it is a share, so write 90% as 0.9"
             )
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap={self.overlap!r} must be True or False")
+        check_int("decode_steps", self.decode_steps, low=1, high=64, remedy="1 is off")
+        if self.deterministic and self.decode_steps > 1:
+            raise ValueError(f"decode_steps={self.decode_steps} must be 1 with deterministic=True")
+        if self.deterministic and self.batching != "continuous":
+            raise ValueError(f"batching={self.batching!r} does not go with deterministic=True")
+        for name in ("overlap", "deterministic", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.generation_config not in GENERATION_CONFIGS:
+            known = ", ".join(GENERATION_CONFIGS)
+            raise ValueError(
+                f"generation_config={self.generation_config!r} is not known; use one of {known}"
+            )
         if self.batching not in BATCHING:
             known = ", ".join(BATCHING)
             raise ValueError(f"batching={self.batching!r} is not known; use one of {known}")

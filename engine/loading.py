@@ -18,6 +18,7 @@ from engine.models import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.family import Entry, Family, Names, ids_of
 from engine.models.tree import parameter_specs
+from engine.params import SamplingParams
 from sharding import Rules, Spec
 
 # Where the output head stands when embeddings are not tied, by checkpoint kind.
@@ -75,6 +76,39 @@ def open_model(path: Path) -> Model:
     tokenizer = checkpoint.tokenizer()
     eos_ids += config.eos_ids + (tokenizer.eos_ids if tokenizer else ())
     return Model(config, family, checkpoint, tokenizer, tuple(dict.fromkeys(eos_ids)))
+
+
+# Of generation_config.json, by our names; what it has beside them says nothing of sampling.
+DEFAULTS = {
+    name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+} | {"max_new_tokens": "max_tokens"}
+
+
+def generation_defaults(model: Model) -> SamplingParams:
+    """Returns the sampling parameters that the checkpoint recommends, where it does.
+
+    A `do_sample` of false is greedy. Raises ValueError for one
+    that cannot be.
+    """
+    found = {
+        ours: model.checkpoint.generation_config[theirs]
+        for theirs, ours in DEFAULTS.items()
+        if model.checkpoint.generation_config.get(theirs) is not None
+    }
+    if model.checkpoint.generation_config.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if not found:
+        return SamplingParams()
+    try:
+        params = SamplingParams.from_dict(found)
+    except ValueError as error:
+        raise ValueError(
+            f"{model.checkpoint.path}: generation_config.json: {error}; or leave it out with "
+            "generation_config='none'"
+        ) from None
+    spelled = ", ".join(f"{name}={value}" for name, value in found.items())
+    logger().info("generation_config.json: %s", spelled)
+    return params
 
 
 def embeddings_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:

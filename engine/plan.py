@@ -12,9 +12,10 @@ class Piece:
     """Tokens [start, stop) of a request: one row of the chunk group.
 
     Pieces of one request may share a step, in order. `samples`: the last of its chunks, whose
-    token is drawn. `scores`: the prompt positions [a, b) in it whose next token's log-probability
-    is wanted. Each is asked for once, also if the request is preempted after this step was
-    planned, so the step's scores are to be kept whatever became of the request.
+    token is drawn. `fresh`: the first since the request got its row. `scores`: the prompt
+    positions [a, b) in it whose next token's log-probability is wanted. Each is asked for once,
+    also if the request is preempted after this step was planned, so the step's scores are to be
+    kept whatever became of the request.
     """
 
     request: Request
@@ -22,6 +23,7 @@ class Piece:
     start: int
     stop: int
     samples: bool
+    fresh: bool
     scores: tuple[int, int] | None
 
 
@@ -35,13 +37,17 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. `sampled`: (request, row) of each token drawn, of pieces first, then decodes."""
+    """One step. `sampled`: (request, row) of each token drawn, of pieces first, then decodes.
+
+    A plan of decodes alone may run `repeat` times in one dispatch.
+    """
 
     step: int
     body: Body
     decodes: tuple[Decode, ...]
     pieces: tuple[Piece, ...]
     sampled: tuple[tuple[Request, int], ...]
+    repeat: int = 1
 
 
 @dataclasses.dataclass
@@ -68,4 +74,5 @@ def make_piece(request: Request, start: int, stop: int) -> Piece:
         last = min(stop, len(request.prompt_token_ids) - 1)  # the last position has no next token
         scores = (first, last) if first < last else None
     samples = stop == request.target and not request.scores_only
-    return Piece(request, request.running_row, start, stop, samples, scores)
+    fresh = start == 0
+    return Piece(request, request.running_row, start, stop, samples, fresh, scores)

@@ -235,6 +235,10 @@ class Executables(Mapping[Any, Callable[..., Any]]):
                 )
         return self._ready[key]
 
+    def name(self, key: Any) -> str:
+        """Returns the name of a program."""
+        return self._programs[key].name
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._programs)
 

@@ -11,24 +11,34 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from engine.buckets import Group, Head, Ladder
-from engine.kv import KVLayout, Pool
+from engine.batch import packed_tables_size
+from engine.buckets import Group, Head, Ladder, Repeat
+from engine.kv import Pool
 from engine.models.decoder import head_parameters
 from engine.program_store import Executables, Program, ProgramStore
 from engine.sampling import TOP_LOGPROBS, Logprobs
 from engine.state import State, empty_state
-from engine.step import Hidden, StepConfig, run_body, run_head, run_score
+from engine.step import Hidden, StepConfig, run_body, run_head, run_repeat, run_row, run_score
 
 
 class ProgramFactory:
     """Builds the programs of one engine from its static configuration."""
 
-    def __init__(self, cfg: StepConfig, params: Any, num_pages: int, *, stacked: bool) -> None:
+    def __init__(
+        self,
+        cfg: StepConfig,
+        params: Any,
+        num_pages: int,
+        *,
+        stacked: bool,
+        decode_steps: int = 1,
+    ) -> None:
         """`params` is the tree of abstract parameters (ShapeDtypeStruct with shardings)."""
         self.cfg = cfg
         self.params = params
         self.num_pages = num_pages
         self.stacked = stacked
+        self.decode_steps = decode_steps
         self.state = self._abstract_state()
 
     def _array(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -49,7 +59,8 @@ class ProgramFactory:
 
     def _empty_state(self) -> State:
         rows = self.cfg.shape.num_rows + 1
-        return empty_state(self.cfg.layout, self.num_pages, rows, stacked=self.stacked)
+        vocabulary = self.cfg.model.vocab_size
+        return empty_state(self.cfg.layout, self.num_pages, rows, vocabulary, stacked=self.stacked)
 
     def _hidden(self, prompt: bool) -> Hidden:
         S, D = self.cfg.shape.num_rows, self.cfg.model.width
@@ -73,6 +84,11 @@ class ProgramFactory:
         """Returns the program that makes the state of an idle engine."""
         return Program("start", self._empty_state, (), self.state)
 
+    def row(self) -> Program:
+        """Returns the program that fills the tables' row of a request."""
+        packed = self._array((packed_tables_size(self.cfg.model.vocab_size),), jnp.int32)
+        return Program("row", run_row, (self.state, packed), self.state, donated=(0,))
+
     def body(self, body: tuple[Group, ...]) -> Program:
         """Returns the body program of the row groups `body`."""
         groups = "+".join(f"{group.kind}{group.rows}x{group.width}" for group in body)
@@ -83,6 +99,18 @@ class ProgramFactory:
             partial(run_body, cfg=self.cfg, body=body),
             (self.params, self.state, packed),
             (self.state, hidden),
+            donated=(1,),
+        )
+
+    def repeat(self, body: tuple[Group, ...]) -> Program:
+        """Returns the program of several steps of a body of decodes, heads included."""
+        [group] = body
+        packed = self._array((self.cfg.shape.size(body),), jnp.int32)
+        return Program(
+            f"{self.decode_steps} steps of decode{group.rows}x1",
+            partial(run_repeat, cfg=self.cfg, body=body, steps=self.decode_steps),
+            (self.params, self.state, packed),
+            (self.state, self._array((self.decode_steps, group.rows), jnp.int32)),
             donated=(1,),
         )
 
@@ -114,15 +142,16 @@ class ProgramFactory:
 def build_programs(
     factory: ProgramFactory, ladder: Ladder, store: ProgramStore, progress: Callable[[str], None]
 ) -> Executables:
-    """Returns all programs of the ladder, by body, by head, and "start".
+    """Returns all programs of the ladder, by body, by head, and "start" and "row".
 
     They are compiled before this returns. When all of them were compiled before, it returns at
     once and they are loaded beside the first steps, those of a lone greedy request first.
     """
     heads = {head: factory.head(head) for head in ladder.heads()}
-    programs: dict[Any, Program] = {"start": factory.start()}
+    programs: dict[Any, Program] = {"start": factory.start(), "row": factory.row()}
     programs |= {head: heads[head] for head in heads if head.kind == "greedy"}
     programs |= {body: factory.body(body) for body in sorted(ladder.bodies, key=total_tokens)}
+    programs |= {Repeat(body): factory.repeat(body) for body in ladder.repeats}
     programs |= heads
     if all(store.has(program) for program in programs.values()):
         # One thread, so that the first steps have the other cores.
@@ -139,28 +168,3 @@ def build_programs(
 def total_tokens(body: tuple[Group, ...]) -> int:
     """Returns how many tokens a step of `body` computes, padding included."""
     return sum(group.rows * group.width for group in body)
-
-
-def coarse_pages(pages: int) -> int:
-    """Returns `pages` rounded down to a grid of two steps an octave, so that starts agree."""
-    power = 1 << max(pages, 1).bit_length() - 1
-    return power + power // 2 if pages >= power + power // 2 else power
-
-
-def pool_pages(
-    layout: KVLayout, *, tokens_wanted: int, free_bytes: int, limit_bytes: int | None
-) -> int:
-    """Returns the number of pages that hold `tokens_wanted` or as many as fit, on the grid.
-
-    `tokens_wanted` counts tokens of all groups together. Raises ValueError when not even two
-    pages fit.
-    """
-    budget = free_bytes if limit_bytes is None else min(free_bytes, limit_bytes)
-    wanted = -(-tokens_wanted // layout.page_size) * len(layout.groups) + 1
-    pages = min(wanted, budget // layout.page_bytes)
-    if pages < 2:
-        raise ValueError(
-            f"the KV pool has {budget} bytes and one page takes {layout.page_bytes}; free memory, "
-            "raise memory_fraction, or use a smaller page_size"
-        )
-    return coarse_pages(pages) if pages < wanted else wanted

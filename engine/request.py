@@ -3,70 +3,12 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from engine.config import MAX_SEED, check_float, check_int
+if TYPE_CHECKING:
+    import numpy as np
 
-MAX_LOGPROBS = 20
-MAX_TEMPERATURE = 1e38  # it travels as a float32
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
-
-    temperature: 0 is greedy.
-    top_k: keep the k likeliest tokens; 0, -1 or a k of the vocabulary's size or more is off.
-    top_p: keep the least set of likeliest tokens with this share; 1 is off.
-    seed: same seed, same output; None: the engine draws one.
-    max_tokens: most output tokens; None: up to the context limit; 0: only score the prompt.
-    ignore_eos: go on past the model's end tokens.
-    logprobs, prompt_logprobs: how many of the likeliest tokens to report at each output or
-        prompt position, beside the token itself; None: none at all.
-    Raises ValueError, naming the field, when one of them cannot be.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self):
-        check_float("temperature", self.temperature, limits="from 0", remedy="0 is greedy")
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature={self.temperature!r} must be from 0 to {MAX_TEMPERATURE}; 0 is greedy"
-            )
-        check_int("top_k", self.top_k, low=-1, remedy="0 or -1 turns it off")
-        check_float("top_p", self.top_p, limits="above 0, at most 1", remedy="1 turns it off")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r} must be above 0, at most 1; 1 turns it off")
-        if self.seed is not None:
-            check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="use None for a fresh one")
-        if self.max_tokens is not None:
-            remedy = "None runs to the context limit, 0 only scores the prompt"
-            check_int("max_tokens", self.max_tokens, low=0, remedy=remedy)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                check_int(name, value, low=0, high=MAX_LOGPROBS, remedy="None turns it off")
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "SamplingParams":
-        """Returns the parameters that `fields` spells; an unknown field is a ValueError."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                raise ValueError(
-                    f"{name!r} is not a sampling field; the fields are {', '.join(known)}"
-                )
-        return cls(**fields)
+from engine.params import HEADS, SamplingParams
 
 
 class Status(enum.Enum):
@@ -95,6 +37,10 @@ class Request:
     seed: int
     id: int = -1  # the engine gives it when the request is added
     end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that may not follow each other
+    sample: int = 0  # which of the outputs of one prompt
+    scored_from: int = 0  # the first prompt position whose next token's log-probability is wanted
+    wants_hidden: bool = False  # the prompt's hidden states are part of the result
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
 
     computed: int = 0
@@ -106,7 +52,7 @@ class Request:
     status: Status = Status.WAITING
     limit_reason: str = "length"  # why reaching `limit` ends it; "capacity" once pages ran out
     finish_reason: str | None = None  # stop, length, abort, capacity, error
-    stop_reason: int | str | None = None  # the end token
+    stop_reason: int | str | None = None  # the end token, or the stop text
     preemptions: int = 0
     blocked_since: int | None = None  # step at which it first did not fit; None: never tried
 
@@ -114,6 +60,10 @@ class Request:
     first_scheduled_s: float | None = None
     finished_s: float | None = None
     token_times: list[float] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        self.head = HEADS.index(self.params.head)
+        self.scored = self.scored_from
 
     @property
     def running_row(self) -> int:
@@ -132,6 +82,11 @@ class Request:
         return self.known + self.in_flight
 
     @property
+    def most_output(self) -> int:
+        """Output tokens it has at the most."""
+        return self.limit - len(self.prompt_token_ids)
+
+    @property
     def scores_only(self) -> bool:
         """Whether the prompt leaves no room for an output token."""
         return len(self.prompt_token_ids) >= self.limit
@@ -140,6 +95,11 @@ class Request:
     def most_cells(self) -> int:
         """Cells it can ever need: the last token of a generation is never fed back."""
         return self.limit if self.scores_only else self.limit - 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether nothing that the host reads between two tokens can change what is next."""
+        return self.head < HEADS.index("logprobs") and not self.params.stop
 
     @property
     def prefills(self) -> bool:
@@ -154,7 +114,8 @@ class Request:
     def restart(self, num_tokens: int) -> None:
         """Goes back to waiting with its first `num_tokens` output tokens; nothing is computed."""
         del self.output_token_ids[num_tokens:]
-        self.computed = self.in_flight = self.target = self.scored = 0
+        self.computed = self.in_flight = self.target = 0
+        self.scored = self.scored_from
         self.row, self.pages, self.status = None, [], Status.WAITING
         self.finish_reason = self.stop_reason = self.blocked_since = None
 
@@ -167,7 +128,7 @@ class Request:
 
 
 class Logprob(NamedTuple):
-    """One token's raw log-probability at one position; `rank` 1 is the likeliest."""
+    """One token's log-probability at one position; `rank` 1 is the likeliest."""
 
     logprob: float
     rank: int
@@ -201,7 +162,10 @@ class CompletionOutput:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """What one request gave. `prompt_logprobs` is as long as the prompt, its first entry None."""
+    """What one request gave. `prompt_logprobs` is as long as the prompt, its first entry None.
+
+    `seed` gives the same output again, in a request that names it.
+    """
 
     request_id: int
     prompt: str | None
@@ -210,3 +174,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics | None
     finished: bool
+    seed: int
+    hidden_states: "np.ndarray | None" = None  # float32 [T, width], of `llm.encode`

@@ -31,12 +31,14 @@ class Rows:
         step_tokens: int,
         groups: Sequence[PageGroup],
         pool: PagePool,
+        never_narrow: bool = False,
     ):
         assert pool.num_partitions == 1, "pages of one request over partitions are not planned"
         self._page_size = page_size
         self._step_tokens = step_tokens
         self._groups = tuple(groups)
         self._pool = pool
+        self._never_narrow = never_narrow
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._passed = [[0] * max_num_seqs for _ in groups]  # places freed, by group and row
         pages_per_row = -(-max_model_len // page_size)
@@ -78,6 +80,8 @@ class Rows:
 
     def fits(self, cells: int) -> bool:
         """Whether a request of `cells` cells fits an empty pool."""
+        if self._never_narrow:
+            return not self.is_narrow(cells)
         return self.least_pages(cells) <= self._pool.capacity
 
     def admission_pages(self, request: Request) -> int:

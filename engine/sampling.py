@@ -2,18 +2,23 @@
 """From logits to tokens and log-probabilities, row by row.
 
 Keys are (seed, sample index, position), so a token depends on nothing but its own request.
-Letters: B rows, V vocabulary, C candidates.
+Letters: B rows, V vocabulary, C candidates, K blocks of the vocabulary, S ids of a block.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Highest logits taken without sorting the vocabulary; rows that need more take the sort.
+from engine.params import NO_TOKEN
+
+# Highest logits taken at once; a row whose set may reach beyond them is searched by bisection.
 CANDIDATES = 64
 # Log-probabilities returned for each token, beside its own.
 TOP_LOGPROBS = 20
+# Ids whose maximum, or sum, is taken first: both take one pass over the vocabulary.
+BLOCK = 64
 
 
 class SamplingRows(NamedTuple):
@@ -22,13 +27,14 @@ class SamplingRows(NamedTuple):
     temperature_B: jax.Array
     top_k_B: jax.Array
     top_p_B: jax.Array
+    min_p_B: jax.Array
     seed_B2: jax.Array
     sample_B: jax.Array
     position_B: jax.Array
 
 
 class Logprobs(NamedTuple):
-    """Raw log-softmax values: the token's own, its rank (1 is the best), and the top ones."""
+    """Log-softmax values: the token's own, its rank (1 is the best), and the top ones."""
 
     logprob_B: jax.Array  # float32
     rank_B: jax.Array  # int32
@@ -41,89 +47,214 @@ def argmax(logits_BV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
 
+def checked(token_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+    """Returns the tokens, NO_TOKEN where a row has a NaN or no finite logit at the top."""
+    # The highest of a row with a NaN is the NaN.
+    best_B = jnp.take_along_axis(logits_BV, argmax(logits_BV)[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isfinite(best_B), token_B, NO_TOKEN)
+
+
 def sample_or_argmax(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Returns `sample`, without its noise and order where all rows are greedy."""
+    """Returns `sample`, or just the argmax where all rows are greedy."""
     greedy = jnp.all(rows.temperature_B == 0)
     return jax.lax.cond(greedy, lambda: argmax(logits_BV), lambda: sample(logits_BV, rows))
 
 
 def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Returns one token a row: temperature, then top-k, then top-p of what is left (as vLLM).
+    """Returns one token a row, drawn from `distribution`; rows of temperature 0 take the argmax.
 
-    Gumbel-max over the kept logits; rows of temperature 0 take the argmax. Of equal logits the
-    lowest ids are kept, so that top_k=1 is the argmax too.
+    By inverting the distribution function, in the order of ids, at one uniform number a row.
+    """
+    scaled_BV = distribution(logits_BV, rows)
+    uniform_B = jax.vmap(uniform)(rows.seed_B2, rows.sample_B, rows.position_B)
+    drawn_B = pick(jnp.exp(scaled_BV), uniform_B)
+    return jnp.where(rows.temperature_B == 0, argmax(logits_BV), drawn_B)
+
+
+def distribution(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Returns what tokens are drawn from, as logits with a maximum of 0, -inf where none is kept.
+
+    Temperature, then min-p, then top-k, then top-p of what is left, as vLLM has it. Of equal logits
+    the lowest ids are kept, so that top_k=1 is the argmax. A greedy row keeps everything, at the
+    temperature 1: it costs its neighbours no search.
     """
     greedy_B = rows.temperature_B == 0
-    # Scaling the distance to the maximum cannot overflow, however small the temperature is.
+    # Of the distance to the maximum, so that a tiny temperature leaves the maximum finite.
     distance_BV = logits_BV - logits_BV.max(axis=-1, keepdims=True)
     smallest = jnp.finfo(jnp.float32).tiny
     temperature_B = jnp.where(greedy_B, 1.0, jnp.maximum(rows.temperature_B, smallest))
-    scaled_BV = jnp.maximum(distance_BV / temperature_B[:, None], jnp.finfo(jnp.float32).min)
-    # A greedy row asks for no set, so that it never costs its neighbours the sort.
-    top_k_B = jnp.where(greedy_B, 0, rows.top_k_B)
-    kept_BV = kept(scaled_BV, top_k_B, jnp.where(greedy_B, 1.0, rows.top_p_B))
-    noise_BV = jax.vmap(gumbel, in_axes=(0, 0, 0, None))(
-        rows.seed_B2, rows.sample_B, rows.position_B, logits_BV.shape[1]
-    )
-    return jnp.where(
-        greedy_B, argmax(logits_BV), argmax(jnp.where(kept_BV, scaled_BV + noise_BV, -jnp.inf))
-    )
+    scaled_BV = distance_BV / temperature_B[:, None]
+    least_B = jnp.where(greedy_B, -jnp.inf, jnp.log(rows.min_p_B))
+    scaled_BV = jnp.where(scaled_BV >= least_B[:, None], scaled_BV, -jnp.inf)
+    V = scaled_BV.shape[1]
+    no_k_B = greedy_B | (rows.top_k_B <= 0) | (rows.top_k_B >= V)
+    k_B = jnp.where(no_k_B, V, rows.top_k_B)
+    p_B = jnp.where(greedy_B, 1.0, rows.top_p_B)
+    off_B = no_k_B & (p_B >= 1.0)
+
+    def cut(scaled_BV):
+        floor_B, last_B = last_kept(scaled_BV, k_B, p_B, ~off_B)
+        tied_BV = scaled_BV == floor_B[:, None]
+        tied_BV = tied_BV & (jnp.arange(V, dtype=jnp.int32)[None] <= last_B[:, None])
+        kept_BV = (scaled_BV > floor_B[:, None]) | tied_BV | off_B[:, None]
+        return jnp.where(kept_BV, scaled_BV, -jnp.inf)
+
+    return jax.lax.cond(jnp.all(off_B), lambda x: x, cut, scaled_BV)
 
 
-def gumbel(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, V: int) -> jax.Array:
-    """Returns float32 [V] Gumbel noise of one token of one request."""
+def uniform(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
+    """Returns a float32 in [0, 1): the noise of one token of one request."""
     key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-    return jax.random.gumbel(key, (V,), jnp.float32)
+    return jax.random.uniform(key, (), jnp.float32)
 
 
-def kept(scaled_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """Returns bool [B, V]: the tokens that top-k and top-p both keep.
+def blocks(values_BV: jax.Array, fill: float) -> jax.Array:
+    """Returns [B, K, S]: the vocabulary in blocks, the last one filled up."""
+    B, V = values_BV.shape
+    K = -(-V // BLOCK)
+    padded = jnp.pad(values_BV, ((0, 0), (0, K * BLOCK - V)), constant_values=fill)
+    return padded.reshape(B, K, BLOCK)
 
-    top-p keeps the smallest set whose probability reaches p, after top-k has been renormalised.
-    Exact: the head of the order comes from `top_k`, and where a row's set may reach beyond it the
-    whole vocabulary is sorted. Either order has the lowest id first among equal logits.
+
+def pick(weight_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+    """Returns the id where the running sum of a row's weights passes `uniform` of their total.
+
+    First among the sums of blocks, then in the block: one pass over the vocabulary. Never an id
+    without weight, whatever the rounding.
+    """
+    weight_BKS = blocks(weight_BV, 0.0)
+    sum_BK = weight_BKS.sum(axis=-1)
+    before_BK = jnp.cumsum(sum_BK, axis=-1) - sum_BK
+    target_B = uniform_B * sum_BK.sum(axis=-1)
+    block_B = _last_reached(before_BK, sum_BK, target_B)
+    weight_BS = jnp.take_along_axis(weight_BKS, block_B[:, None, None], axis=1)[:, 0]
+    rest_B = target_B - jnp.take_along_axis(before_BK, block_B[:, None], axis=1)[:, 0]
+    before_BS = jnp.cumsum(weight_BS, axis=-1) - weight_BS
+    return block_B * BLOCK + _last_reached(before_BS, weight_BS, rest_B)
+
+
+def _last_reached(before_BX: jax.Array, weight_BX: jax.Array, target_B: jax.Array) -> jax.Array:
+    """Returns the last place with weight that begins at or before the target; else the first."""
+    reached_BX = (weight_BX > 0) & (before_BX <= target_B[:, None])
+    place_X = jnp.arange(before_BX.shape[1], dtype=jnp.int32)
+    first_B = jnp.argmax(weight_BX > 0, axis=-1).astype(jnp.int32)
+    return jnp.maximum(jnp.where(reached_BX, place_X[None], -1).max(axis=-1), first_B)
+
+
+def highest(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (values_BC, id_BC), the `count` highest, falling; of equal ones the lowest ids."""
+    blocked = partial(_highest_of_blocks, count=count)
+    return jax.lax.platform_dependent(
+        values_BV, cpu=blocked, default=partial(_highest_of_all, count=count)
+    )
+
+
+def _highest_of_all(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    top_BC, id_BC = jax.lax.top_k(values_BV, min(count, values_BV.shape[1]))
+    return top_BC, id_BC.astype(jnp.int32)
+
+
+def _highest_of_blocks(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The blocks with the highest maxima hold them: so only those are sorted.
+
+    Twice as fast on CPU. Elsewhere the vocabulary may be sharded, and blocks would gather it.
+    """
+    if values_BV.shape[1] <= 2 * count * BLOCK:
+        return _highest_of_all(values_BV, count)
+    values_BKS = blocks(values_BV, -jnp.inf)
+    block_BC = jnp.sort(jax.lax.top_k(values_BKS.max(axis=-1), count)[1], axis=-1)
+    chosen_BCS = jnp.take_along_axis(values_BKS, block_BC[:, :, None], axis=1)
+    top_BC, place_BC = jax.lax.top_k(chosen_BCS.reshape(len(values_BV), -1), count)
+    block_BC = jnp.take_along_axis(block_BC, place_BC // BLOCK, axis=1)
+    return top_BC, (block_BC * BLOCK + place_BC % BLOCK).astype(jnp.int32)
+
+
+def last_kept(
+    scaled_BV: jax.Array, k_B: jax.Array, p_B: jax.Array, wanted_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (value_B, id_B) of the last token that top-k and then top-p keep of each row.
+
+    top-p keeps the smallest set whose probability reaches p of what top-k left. Values are at most
+    0. Exact: rows whose set may reach beyond the candidates are searched, those of `wanted_B`.
     """
     V = scaled_BV.shape[1]
-    C = min(CANDIDATES, V)
-    full_B = jax.scipy.special.logsumexp(scaled_BV, axis=-1)
-    off_B = ((top_k_B <= 0) | (top_k_B >= V)) & (top_p_B >= 1.0)
-    k_B = jnp.where((top_k_B <= 0) | (top_k_B > V), V, top_k_B)
-    id_V = jnp.arange(V, dtype=jnp.int32)
+    sorted_BC, id_BC = highest(scaled_BV, CANDIDATES)
+    C = sorted_BC.shape[1]
+    index_C = jnp.arange(C, dtype=jnp.int32)
+    in_k_BC = index_C[None] < k_B[:, None]
+    mass_BC = jnp.where(in_k_BC, jnp.exp(sorted_BC), 0.0)
+    total_B = jnp.where(k_B < V, mass_BC.sum(axis=-1), jnp.exp(scaled_BV).sum(axis=-1))
+    before_BC = jnp.cumsum(mass_BC, axis=-1) - mass_BC
+    kept_BC = in_k_BC & (before_BC < (p_B * total_B)[:, None])
+    kept_BC = kept_BC | (in_k_BC & (p_B >= 1.0)[:, None])
+    last_B1 = jnp.maximum(kept_BC.sum(axis=-1, keepdims=True) - 1, 0)
+    # Beyond the candidates lies more of top-k's mass, or perhaps more of top-p's set.
+    complete_B = (k_B <= C) | ((k_B == V) & ~kept_BC[:, -1]) | (C == V)
+    value_B = jnp.take_along_axis(sorted_BC, last_B1, axis=1)[:, 0]
+    id_B = jnp.take_along_axis(id_BC, last_B1, axis=1)[:, 0]
+    search_B = wanted_B & ~complete_B
+    order_B = jnp.argsort(~search_B, stable=True)
 
-    def last_of(sorted_BC, id_BC):
-        """The last logit kept and its id, from each row's highest; right if `complete_B`."""
-        index_C = jnp.arange(sorted_BC.shape[1], dtype=jnp.int32)
-        in_k_BC = index_C[None] < k_B[:, None]
-        mass_BC = jnp.where(in_k_BC, jnp.exp(sorted_BC - full_B[:, None]), 0.0)
-        total_B = jnp.where(k_B < V, mass_BC.sum(axis=-1), 1.0)
-        before_BC = jnp.cumsum(mass_BC, axis=-1) - mass_BC
-        kept_BC = in_k_BC & (before_BC < (top_p_B * total_B)[:, None])
-        kept_BC = kept_BC | (in_k_BC & (top_p_B >= 1.0)[:, None])
-        last_B1 = jnp.maximum(kept_BC.sum(axis=-1, keepdims=True) - 1, 0)
-        # Beyond the candidates lies more of top-k's mass, or perhaps more of top-p's set.
-        complete_B = (k_B <= sorted_BC.shape[1]) | ((k_B == V) & ~kept_BC[:, -1])
-        floor_B = jnp.take_along_axis(sorted_BC, last_B1, axis=1)[:, 0]
-        return floor_B, jnp.take_along_axis(id_BC, last_B1, axis=1)[:, 0], complete_B
+    def search(index, found):
+        row = order_B[index]
+        value, last = search_row(scaled_BV[row], k_B[row], p_B[row])
+        return found[0].at[row].set(value), found[1].at[row].set(last)
 
-    floor_B, last_id_B, complete_B = last_of(*jax.lax.top_k(scaled_BV, C))
+    return jax.lax.fori_loop(0, search_B.sum(), search, (value_B, id_B))
 
-    def sort_all(_):
-        id_BV = jnp.broadcast_to(id_V[None], scaled_BV.shape)
-        falling_BV, id_BV = jax.lax.sort((-scaled_BV, id_BV), num_keys=1, is_stable=True)
-        return last_of(-falling_BV, id_BV)[:2]
 
-    floor_B, last_id_B = jax.lax.cond(
-        jnp.all(complete_B | off_B), lambda head: head, sort_all, (floor_B, last_id_B)
-    )
-    tied_BV = (scaled_BV == floor_B[:, None]) & (id_V[None] <= last_id_B[:, None])
-    return (scaled_BV > floor_B[:, None]) | tied_BV | off_B[:, None]
+def search_row(scaled_V: jax.Array, k: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (value, id) of the last token that top-k and then top-p keep of one row.
+
+    By bisection over the values' bits, which for numbers up to 0 grow as the number falls: exact
+    in 31 passes, whatever the values are.
+    """
+    bits_V = jax.lax.bitcast_convert_type(jnp.abs(scaled_V), jnp.int32)
+    mass_V = jnp.exp(scaled_V)
+
+    def least(reached):
+        """Returns the least bits of which `reached` is true; it is false, then true."""
+
+        def halve(_, bounds):
+            low, high = bounds
+            middle = low + (high - low) // 2
+            below = reached(middle)
+            return jnp.where(below, low, middle + 1), jnp.where(below, middle, high)
+
+        zero, most = jnp.int32(0), jnp.int32(0x7F800000)
+        return jax.lax.fori_loop(0, 31, halve, (zero, most))[1]
+
+    def mass_until(bits):
+        return jnp.sum(jnp.where(bits_V <= bits, mass_V, 0.0))
+
+    def mass_before(bits):
+        return jnp.sum(jnp.where(bits_V < bits, mass_V, 0.0))
+
+    # Top-k ends among the tokens of `edge`, of which it keeps the first `ties`.
+    edge = least(lambda bits: jnp.sum(bits_V <= bits, dtype=jnp.int32) >= k)
+    ties = k - jnp.sum(bits_V < edge, dtype=jnp.int32)
+    each = jnp.exp(-jax.lax.bitcast_convert_type(edge, jnp.float32))
+    total = mass_before(edge) + ties.astype(jnp.float32) * each
+    # Top-p may end before.
+    wanted = jnp.where(p >= 1.0, jnp.inf, p * total)
+    last = jnp.minimum(least(lambda bits: mass_until(bits) >= wanted), edge)
+    each = jnp.exp(-jax.lax.bitcast_convert_type(last, jnp.float32))
+    needed = jnp.ceil((wanted - mass_before(last)) / jnp.maximum(each, jnp.finfo(jnp.float32).tiny))
+    most = jnp.where(last == edge, ties, jnp.int32(scaled_V.shape[0])).astype(jnp.float32)
+    count = jnp.clip(needed, 1.0, most).astype(jnp.int32)
+    tied_V = bits_V == last
+    place = jnp.argmax(jnp.cumsum(tied_V, dtype=jnp.int32) >= count).astype(jnp.int32)
+    # Fewer than `count` tie where rounding wanted more: then all of them are kept.
+    everything = jnp.sum(tied_V, dtype=jnp.int32) < count
+    place = jnp.where(everything, scaled_V.shape[0] - 1, place)
+    return -jax.lax.bitcast_convert_type(last, jnp.float32), place
 
 
 def logprobs_of(logits_BV: jax.Array, token_B: jax.Array) -> Logprobs:
-    """Returns the raw log-probabilities of `token_B` and of each row's most likely tokens."""
+    """Returns the log-probabilities of `token_B` and of each row's most likely tokens."""
     total_B = jax.scipy.special.logsumexp(logits_BV, axis=-1)
-    own_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
+    own_B = jnp.take_along_axis(logits_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
     rank_B = 1 + jnp.sum(logits_BV > own_B[:, None], axis=-1, dtype=jnp.int32)
-    top_BC, id_BC = jax.lax.top_k(logits_BV, min(TOP_LOGPROBS, logits_BV.shape[1]))
-    return Logprobs(own_B - total_B, rank_B, id_BC.astype(jnp.int32), top_BC - total_B[:, None])
+    top_BC, id_BC = highest(logits_BV, TOP_LOGPROBS)
+    return Logprobs(own_B - total_B, rank_B, id_BC, top_BC - total_B[:, None])

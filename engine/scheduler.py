@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.buckets import Ladder
 from engine.pages import PageGroup, PagePool
+from engine.params import NO_TOKEN, NOT_FINITE
 from engine.plan import Decode, Draft, Piece, Plan, make_piece
 from engine.request import Request, Status
 from engine.rows import Rows
@@ -29,6 +30,11 @@ class Scheduler:
     - A row that outgrows the pool alone ends with the reason "capacity". That depends on its
       length only, never on its company.
     - At most `max_num_batched_tokens` rows run, so that each finds a token in every step.
+    - With `pinned`, a row's numbers depend on its tokens alone: a step has decodes or chunks, never
+      both; chunks end at multiples of the width, whatever budget is left; and one that starts again
+      draws its tokens again, since their KV is to come from decodes. The same tokens come out.
+    - With `decode_steps`, decodes of nobody but themselves run so often in one dispatch: while
+      nobody waits, no page lacks, and no text is looked for.
     - With `static`, batches: the first waiting requests, as many as there are rows, run until the
       last of them has ended; nobody else is admitted, and the rows of the ended stay in the step.
       That is the baseline of the benchmarks, and of no other use.
@@ -49,6 +55,8 @@ class Scheduler:
         ladder: Ladder,
         patience: int = 64,
         static: bool = False,
+        pinned: bool = False,
+        decode_steps: int = 1,
     ):
         self._budget = max_num_batched_tokens
         self._page_size = page_size
@@ -58,6 +66,8 @@ class Scheduler:
         self._ladder = ladder
         self._patience = patience
         self._static = static
+        self._pinned = pinned
+        self._decode_steps = decode_steps
         self._batch: list[Request] = []  # the requests of the static batch, ended ones too
         self._rows = Rows(
             num_rows=ladder.rows,
@@ -67,6 +77,7 @@ class Scheduler:
             step_tokens=min(max_num_batched_tokens, ladder.pieces * ladder.width),
             groups=groups,
             pool=pool,
+            never_narrow=pinned,
         )
         self._lookahead = max_num_seqs  # of waiting requests, so a step's work is bounded
         self._requests: dict[int, Request] = {}
@@ -102,6 +113,10 @@ class Scheduler:
             "steps": self._step,
             "pages": [count._asdict() for count in counts],
         }
+
+    def running(self) -> list[Request]:
+        """Returns the requests that have rows, in order of admission."""
+        return list(self._running.values())
 
     def add(self, request: Request) -> None:
         """Queues `request`. Ids grow with arrival. ValueError if it can never run."""
@@ -150,24 +165,31 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """Returns the next step, or None if there is nothing to run before a step is read."""
         draft = Draft(self._budget, self._ladder.pieces)
-        for request in list(self._running.values()):
-            if request.status is Status.RUNNING and request.decodes:
-                self._plan_decode(draft, request)
+        if not self._pinned:
+            self._plan_decodes(draft)
         for request in list(self._running.values()):
             if request.status is Status.RUNNING and request.prefills:
                 self._plan_chunks(draft, request)
         if not draft.preempted:
             self._admit(draft)
+        if self._pinned and not draft.pieces:
+            self._plan_decodes(draft)
         return self._commit(draft)
 
     def update(self, plan: Plan, tokens: Sequence[int]) -> list[Request]:
-        """Reads the tokens of `plan.sampled`; returns the requests that went on or finished."""
+        """Reads the tokens of `plan.sampled`; returns the requests that went on or finished.
+
+        NO_TOKEN for a token ends its request with the reason "error".
+        """
         progressed = {}
         for (request, _), token in zip(plan.sampled, tokens, strict=True):
             if request.status is Status.FINISHED:
                 continue
             progressed[request.id] = request
             request.in_flight -= 1
+            if token == NO_TOKEN:
+                self.finish(request, "error", NOT_FINITE)
+                continue
             request.output_token_ids.append(int(token))
             if token in request.end_ids:
                 self.finish(request, "stop", int(token))
@@ -180,6 +202,11 @@ class Scheduler:
                 progressed[request.id] = request
                 self.finish(request, "length")
         return list(progressed.values())
+
+    def _plan_decodes(self, draft: Draft) -> None:
+        for request in list(self._running.values()):
+            if request.status is Status.RUNNING and request.decodes:
+                self._plan_decode(draft, request)
 
     def _plan_decode(self, draft: Draft, request: Request) -> None:
         assert draft.tokens_left > 0, "no more rows run than the budget has tokens"
@@ -195,6 +222,10 @@ class Scheduler:
             end = min(end, self._rows.page_end(start))
         while start < end and draft.tokens_left and draft.pieces_left:
             stop = min(end, start + min(self._ladder.width, draft.tokens_left))
+            if self._pinned:
+                stop = min(end, start - start % self._ladder.width + self._ladder.width)
+                if stop - start > draft.tokens_left:
+                    return
             if not self._reserve(draft, request, stop):
                 return
             draft.pieces.append(make_piece(request, start, stop))
@@ -250,6 +281,8 @@ class Scheduler:
         for request in self._candidates():
             if not (self._rows.num_free_rows and draft.tokens_left and draft.pieces_left):
                 break
+            if self._pinned and request.in_flight == 0:
+                request.output_token_ids.clear()
             if request.in_flight == 0 and not self._rows.fits(request.known):
                 self._end_at_capacity(request)
                 continue
@@ -290,21 +323,41 @@ class Scheduler:
             if piece.scores is not None:
                 piece.request.scored = piece.scores[1]
             self._rows.set_lengths(piece.request)
+        repeat = self._repeat(draft)
         for decode in draft.decodes:
-            decode.request.computed += 1
+            decode.request.computed += repeat
             self._rows.set_lengths(decode.request)
         for request, _ in sampled:
-            request.in_flight += 1
+            request.in_flight += repeat
         widest = max((piece.stop - piece.start for piece in draft.pieces), default=0)
         decode_rows = len(draft.decodes)
         if self._static and draft.decodes:
             decode_rows = len(self._batch)
+        body = self._ladder.choose_repeat(decode_rows) if repeat > 1 else None
         plan = Plan(
             step=self._step,
-            body=self._ladder.choose(decode_rows, len(draft.pieces), widest),
+            body=body or self._ladder.choose(decode_rows, len(draft.pieces), widest),
             decodes=tuple(draft.decodes),
             pieces=tuple(draft.pieces),
             sampled=tuple(sampled),
+            repeat=repeat,
         )
         self._step += 1
         return plan
+
+    def _repeat(self, draft: Draft) -> int:
+        """Returns how often the draft may run in one dispatch, and takes the pages for that."""
+        steps = self._decode_steps
+        if steps == 1 or draft.pieces or self._waiting or self._static:
+            return 1
+        requests = [decode.request for decode in draft.decodes]
+        if not all(r.repeats and r.limit - r.length >= steps for r in requests):
+            return 1
+        cells = [(request, request.computed + steps) for request in requests]
+        missing = sum(self._rows.missing_pages(*each) for each in cells)
+        fits = missing <= self._rows.num_free_pages
+        if not fits or self._ladder.choose_repeat(len(requests)) is None:
+            return 1
+        for each in cells:
+            self._rows.extend(*each)
+        return steps

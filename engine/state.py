@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lives on the device between steps: the page pool, and one row of numbers a request.
 
-Letters: R rows (the last is the null row, where padding writes), G page groups, E end ids a row.
+Letters: R rows (the last is the null row, where padding writes), G page groups, E end ids a row,
+F settings of a row.
 """
 
 import flax.struct
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 
 from engine.batch import MAX_END_IDS
 from engine.kv import KVLayout, Pool, empty_pool
+from engine.logits import Tables, empty_tables
+from engine.settings import SETTINGS
 
 
 @flax.struct.dataclass
@@ -28,15 +31,23 @@ class State:
     length_GR: jax.Array  # int32
     left_R: jax.Array  # int32
     finished_R: jax.Array  # bool
+    broken_R: jax.Array  # bool: a prompt token of this row had no finite hidden state
     end_ids_RE: jax.Array  # int32, -1 where unused
-    temperature_R: jax.Array  # float32, 0 is greedy
-    top_k_R: jax.Array  # int32, 0 is off
-    top_p_R: jax.Array  # float32, 1 is off
-    seed_R2: jax.Array  # uint32, the high and low words
-    sample_R: jax.Array  # int32, which of a request's samples this row draws
+    settings_RF: jax.Array  # int32, as engine/settings.py has them
+    tables: Tables
+
+    def settings(self, row_B: jax.Array) -> dict[str, jax.Array]:
+        """Returns the settings of the rows by name, each [B] of its own dtype."""
+        rows_BF = self.settings_RF[row_B]
+        return {
+            name: jax.lax.bitcast_convert_type(rows_BF[:, place], dtype)
+            for place, (name, dtype) in enumerate(SETTINGS.items())
+        }
 
 
-def empty_state(layout: KVLayout, num_pages: int, rows: int, *, stacked: bool) -> State:
+def empty_state(
+    layout: KVLayout, num_pages: int, rows: int, vocabulary: int, *, stacked: bool
+) -> State:
     """Returns the state of an idle engine with `rows` rows, the null row included."""
     zeros_R = jnp.zeros((rows,), jnp.int32)
     return State(
@@ -46,10 +57,8 @@ def empty_state(layout: KVLayout, num_pages: int, rows: int, *, stacked: bool) -
         length_GR=jnp.zeros((len(layout.groups), rows), jnp.int32),
         left_R=zeros_R,
         finished_R=jnp.ones((rows,), bool),
+        broken_R=jnp.zeros((rows,), bool),
         end_ids_RE=jnp.full((rows, MAX_END_IDS), -1, jnp.int32),
-        temperature_R=jnp.zeros((rows,), jnp.float32),
-        top_k_R=zeros_R,
-        top_p_R=jnp.ones((rows,), jnp.float32),
-        seed_R2=jnp.zeros((rows, 2), jnp.uint32),
-        sample_R=zeros_R,
+        settings_RF=jnp.zeros((rows, len(SETTINGS)), jnp.int32),
+        tables=empty_tables(rows, vocabulary),
     )

@@ -22,9 +22,19 @@ from engine.batch import BatchShape
 from engine.buckets import Group
 from engine.kv import KVLayout, place_set, place_view
 from engine.layers import Params
+from engine.logits import Wishes, changed_logits, count_tokens, set_row
 from engine.models.config import ModelConfig
 from engine.models.decoder import embed, final_norm, head_logits, layer_data, run_layers
-from engine.sampling import Logprobs, SamplingRows, argmax, logprobs_of, sample_or_argmax
+from engine.params import NO_TOKEN
+from engine.sampling import (
+    Logprobs,
+    SamplingRows,
+    argmax,
+    checked,
+    distribution,
+    logprobs_of,
+    sample_or_argmax,
+)
 from engine.state import State
 from pallas_kernels.paged_attention import Rows, paged_attention
 from pallas_kernels.pages import NULL_PAGE, write_cells
@@ -171,10 +181,6 @@ def advance(state: State, body: tuple[Group, ...], parts: list[dict[str, jax.Arr
 def settle(state: State, part: dict[str, jax.Array]) -> State:
     """Returns the state with the rows of a chunk group set up; rows not ending here are null."""
     row_B = part["settle_B"]
-
-    def bits(name, dtype):
-        return jax.lax.bitcast_convert_type(part[name], dtype)
-
     count_B = part["count_B"]
     return dataclasses.replace(
         state,
@@ -183,12 +189,31 @@ def settle(state: State, part: dict[str, jax.Array]) -> State:
         left_R=state.left_R.at[row_B].set(part["left_B"]),
         finished_R=state.finished_R.at[row_B].set(False),
         end_ids_RE=state.end_ids_RE.at[row_B].set(part["end_ids_BE"]),
-        temperature_R=state.temperature_R.at[row_B].set(bits("temperature_B", jnp.float32)),
-        top_k_R=state.top_k_R.at[row_B].set(part["top_k_B"]),
-        top_p_R=state.top_p_R.at[row_B].set(bits("top_p_B", jnp.float32)),
-        seed_R2=state.seed_R2.at[row_B].set(bits("seed_B2", jnp.uint32)),
-        sample_R=state.sample_R.at[row_B].set(part["sample_B"]),
+        settings_RF=state.settings_RF.at[row_B].set(part["settings_BF"]),
     )
+
+
+def mark_broken(
+    state: State, x_TD: jax.Array, body: tuple[Group, ...], parts: list[Tokens], fields
+) -> tuple[State, jax.Array]:
+    """Returns (state, x_TD), with no finite row left of a prompt that had one that is not.
+
+    Pages hold finite numbers only, so that what follows such a token would look right.
+    """
+    bad_T = ~jnp.isfinite(x_TD.astype(jnp.float32).sum(axis=-1))
+    broken_R, first = state.broken_R, 0
+    for group, tokens, part in zip(body, parts, fields, strict=True):
+        count = group.rows * group.width
+        if group.kind == "chunk":
+            span, row_B = slice(first, first + count), part["row_B"]
+            bad_B = (bad_T[span] & tokens.valid_T).reshape(group.rows, group.width).any(axis=1)
+            fresh_B = jnp.where(part["fresh_B"] > 0, row_B, broken_R.shape[0] - 1)
+            broken_R = broken_R.at[fresh_B].set(False).at[row_B].max(bad_B)
+            broken_T = jnp.repeat(broken_R[row_B], group.width)
+            nan = jnp.asarray(jnp.nan, x_TD.dtype)
+            x_TD = x_TD.at[span].set(jnp.where(broken_T[:, None], nan, x_TD[span]))
+        first += count
+    return dataclasses.replace(state, broken_R=broken_R), x_TD
 
 
 def run_body(
@@ -211,7 +236,7 @@ def run_body(
         cache=state.pool,
         data=layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer),
     )
-    x_TD = final_norm(params, cfg.model, x_TD)
+    state, x_TD = mark_broken(state, final_norm(params, cfg.model, x_TD), body, parts, fields)
     prompt_CD, first = None, 0
     for group in body:
         count = group.rows * group.width
@@ -230,40 +255,108 @@ def run_head(
 ) -> tuple[State, tuple[jax.Array, Logprobs | None]]:
     """Returns (state, (token_B, logprobs)) for the first `rows` sampled rows.
 
-    kind: "greedy" (argmax only), "sample" (each row's own parameters), or "logprobs" (that, with
-    raw log-probabilities). Padding rows are the null row's.
+    kind: "greedy" (argmax only, of rows that change no logits), "sample" (each row's own
+    parameters), or "logprobs" (that, with log-probabilities). Padding rows are the null row's. The
+    token of a row without finite logits is NO_TOKEN; such a row has ended.
     """
     row_B = hidden.row_S[:rows]
-    logits_BV = head_logits(params, cfg.model, hidden.sampled_SD[:rows])
-    open_BV = logits_BV
-    if cfg.forbidden is not None:
-        open_BV = jnp.where(jnp.asarray(cfg.forbidden)[None], -jnp.inf, logits_BV)
+    logits_BV = open_logits(params, hidden.sampled_SD[:rows], cfg)
+    logprobs, tables = None, state.tables
     if kind == "greedy":
-        token_B = argmax(open_BV)
+        token_B = checked(argmax(logits_BV), logits_BV)
     else:
-        token_B = sample_or_argmax(open_BV, sampling_rows(state, row_B))
+        settings = state.settings(row_B)
+        changed_BV = changed_logits(logits_BV, tables, wishes(state, settings, row_B))
+        rows_B = sampling_rows(state, settings, row_B)
+        token_B = checked(sample_or_argmax(changed_BV, rows_B), changed_BV)
+        tables = count_tokens(tables, row_B, jnp.maximum(token_B, 0))
+        if kind == "logprobs":
+            processed_B = settings["processed"] > 0
+            shown_BV = jax.lax.cond(
+                jnp.any(processed_B),
+                lambda: jnp.where(
+                    processed_B[:, None], distribution(changed_BV, rows_B), logits_BV
+                ),
+                lambda: logits_BV,
+            )
+            logprobs = logprobs_of(shown_BV, token_B)
     left_B = state.left_R[row_B] - 1
     ended_B = jnp.any(token_B[:, None] == state.end_ids_RE[row_B], axis=1)
-    finished_B = state.finished_R[row_B] | ended_B | (left_B <= 0)
+    finished_B = state.finished_R[row_B] | ended_B | (left_B <= 0) | (token_B == NO_TOKEN)
     state = dataclasses.replace(
         state,
-        token_R=state.token_R.at[row_B].set(token_B),
+        token_R=state.token_R.at[row_B].set(jnp.maximum(token_B, 0)),
         left_R=state.left_R.at[row_B].set(left_B),
         finished_R=state.finished_R.at[row_B].set(finished_B),
+        tables=tables,
     )
-    return state, (token_B, logprobs_of(logits_BV, token_B) if kind == "logprobs" else None)
+    return state, (token_B, logprobs)
 
 
-def sampling_rows(state: State, row_B: jax.Array) -> SamplingRows:
+def run_repeat(
+    params: Params,
+    state: State,
+    packed: jax.Array,
+    *,
+    cfg: StepConfig,
+    body: tuple[Group, ...],
+    steps: int,
+) -> tuple[State, jax.Array]:
+    """Returns (state, token [steps, B]) after so many steps of a body of decodes, with its head.
+
+    `packed` is that of the first step; its tables reach as far as the last one's cells.
+    """
+    [group] = body
+
+    def one(index, carry):
+        state, token_XB = carry
+        state, hidden = run_body(params, state, packed, cfg=cfg, body=body)
+        state, (token_B, _) = run_head(
+            params, state, hidden, cfg=cfg, kind="sample", rows=group.rows
+        )
+        return state, token_XB.at[index].set(token_B)
+
+    token_XB = jnp.zeros((steps, group.rows), jnp.int32)
+    return jax.lax.fori_loop(0, steps, one, (state, token_XB))
+
+
+def open_logits(params: Params, hidden_TD: jax.Array, cfg: StepConfig) -> jax.Array:
+    """Returns logits_TV, float32, -inf for ids that are never sampled."""
+    logits_TV = head_logits(params, cfg.model, hidden_TD)
+    if cfg.forbidden is None:
+        return logits_TV
+    return jnp.where(jnp.asarray(cfg.forbidden)[None], -jnp.inf, logits_TV)
+
+
+def wishes(state: State, settings: dict[str, jax.Array], row_B: jax.Array) -> Wishes:
+    """Returns what the rows ask to change in their logits."""
+    return Wishes(
+        row_B=row_B,
+        changed_B=settings["changed"] > 0,
+        repetition_B=settings["repetition"],
+        presence_B=settings["presence"],
+        frequency_B=settings["frequency"],
+        end_ids_BE=state.end_ids_RE[row_B],
+        unfinished_B=state.left_R[row_B] > settings["ends_from"],
+    )
+
+
+def sampling_rows(state: State, settings: dict[str, jax.Array], row_B: jax.Array) -> SamplingRows:
     """Returns the sampling parameters of the rows."""
     return SamplingRows(
-        temperature_B=state.temperature_R[row_B],
-        top_k_B=state.top_k_R[row_B],
-        top_p_B=state.top_p_R[row_B],
-        seed_B2=state.seed_R2[row_B],
-        sample_B=state.sample_R[row_B],
+        temperature_B=settings["temperature"],
+        top_k_B=settings["top_k"],
+        top_p_B=settings["top_p"],
+        min_p_B=settings["min_p"],
+        seed_B2=jnp.stack([settings["seed_high"], settings["seed_low"]], axis=-1),
+        sample_B=settings["sample"],
         position_B=state.position_R[row_B],
     )
+
+
+def run_row(state: State, packed: jax.Array) -> State:
+    """Returns the state with one row of the tables as `pack_tables` packed it."""
+    return dataclasses.replace(state, tables=set_row(state.tables, packed))
 
 
 def run_score(
@@ -271,4 +364,4 @@ def run_score(
 ) -> Logprobs:
     """Returns the log-probabilities of tokens wanted_2S[1] after the rows wanted_2S[0]."""
     hidden_SD = prompt_CD.at[wanted_2S[0]].get(mode="promise_in_bounds")
-    return logprobs_of(head_logits(params, cfg.model, hidden_SD), wanted_2S[1])
+    return logprobs_of(open_logits(params, hidden_SD, cfg), wanted_2S[1])

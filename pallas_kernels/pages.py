@@ -31,11 +31,14 @@ def write_cells(
 ) -> jax.Array:
     """Returns `pool` [P, K, W, 2H] with each token's K and V stored at (page_T, offset_T).
 
-    In place when `pool` is donated or a loop carry. Tokens that must not be kept have page 0;
+    What is not finite is stored as 0: a cell that a query's mask leaves out is still multiplied by
+    0, so that a NaN there would reach whoever has the page next. In place when `pool` is donated
+    or a loop carry. Tokens that must not be kept have page 0;
     several of them may share a cell there, whose content is never read.
     """
     P, K, W, H2 = pool.shape
     kv_TKX = jnp.concatenate([k_TKH, v_TKH], axis=-1).astype(pool.dtype)
+    kv_TKX = jnp.where(jnp.isfinite(kv_TKX), kv_TKX, 0)
     heads_K = jnp.arange(K, dtype=jnp.int32)
     row_TK = (page_T[:, None] * K + heads_K[None, :]) * W + offset_T[:, None]
     # One flat axis of cells: a scatter with a single index is what XLA does in place and fast.

@@ -23,6 +23,10 @@ ENGINE_OPTIONS = (
     "memory_fraction",
     "overlap",
     "batching",
+    "generation_config",
+    "deterministic",
+    "decode_steps",
+    "strict",
 )
 
 # No space, a quota, or a file as large as it may be.
@@ -34,6 +38,10 @@ OTHER_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 class UsageError(Exception):
     """A wrong flag, file, field or model. Its text is one line: the fault and the remedy."""
+
+
+class Interrupted(Exception):
+    """The user ended the command. Its text says what was finished."""
 
 
 def define_engine_flags(values: flags.FlagValues) -> None:
@@ -58,6 +66,17 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool(
         "overlap", None, "Plan a step before the last one is read.", flag_values=values
     )
+    flags.DEFINE_string(
+        "generation_config",
+        None,
+        "auto: sampling defaults from the checkpoint's generation_config.json; none.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "deterministic", None, "The same to the last bit in any company.", flag_values=values
+    )
+    integer("decode_steps", "Decodes in one dispatch while nothing else is to do; 1 is off.")
+    flags.DEFINE_bool("strict", None, "Warnings and late compilations fail.", flag_values=values)
     flags.DEFINE_string(
         "batching", None, "continuous, or static, the benchmarks' baseline.", flag_values=values
     )
@@ -93,8 +112,9 @@ def run_command(
         # The reader of our output has gone. Nothing may be flushed into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
-        print(f"{Path(argv[0]).stem}: interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, Interrupted) as error:
+        finished = f"; {error}" if str(error) else ""
+        print(f"{Path(argv[0]).stem}: interrupted{finished}", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
 

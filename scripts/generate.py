@@ -2,26 +2,32 @@
 """Generates text from prompts.
 
     python -m scripts.generate --model=M (--prompt=TEXT ... | --input=F.jsonl|F.txt|-)
-        [--output=F.jsonl] [--report=F.json]
+        [--chat | --score] [--output=F.jsonl] [--report=F.json]
+    python -m scripts.generate --model=M --explain
 
-Without --output the texts are streamed to stdout; a summary goes to stderr.
+Without --output the texts are streamed to stdout; a summary goes to stderr. Interrupted, it writes
+what is finished. A line of F.jsonl is {"prompt": text or ids}, {"messages": [...]} for a chat, or,
+with --score, {"context": ..., "continuation": ...}; and any sampling field, which wins over flags.
 """
 
 import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
 
 from absl import flags
 
 from engine import LLM, RequestOutput
+from engine.api import Samples, merge_samples
 from engine.config import EngineConfig
 from engine.metrics import summarize
-from engine.request import Logprob
+from engine.request import CompletionOutput, Logprob
 from scripts.command_line import (
     ENGINE_OPTIONS,
+    Interrupted,
+    UsageError,
     define_engine_flags,
     given,
     replaced_file,
@@ -29,144 +35,205 @@ from scripts.command_line import (
     to_json,
     usage_errors,
 )
+from scripts.explain import explain
 from scripts.prompts import Row, read_rows
-
-SAMPLING_FLAGS = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-)
+from scripts.sampling_flags import define_sampling_flags, given_fields
 
 
 def define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     define_engine_flags(values)
+    define_sampling_flags(values, max_tokens=128)
 
     def text(name: str, meaning: str) -> None:
         flags.DEFINE_string(name, None, meaning, flag_values=values)
 
-    def integer(name: str, default: int | None, meaning: str) -> None:
-        flags.DEFINE_integer(name, default, meaning, flag_values=values)
-
-    def number(name: str, meaning: str) -> None:
-        flags.DEFINE_float(name, None, meaning, flag_values=values)
+    def switch(name: str, default: bool, meaning: str) -> None:
+        flags.DEFINE_bool(name, default, meaning, flag_values=values)
 
     flags.DEFINE_multi_string("prompt", None, "A prompt; may be repeated.", flag_values=values)
     text("input", "Prompts: F.jsonl, F.txt or - for standard input.")
     text("output", "Where to write the results, as JSON lines.")
     text("report", "Where to write the summary, as JSON.")
-    integer("max_tokens", 128, "Most tokens of an output; 0 only scores the prompt.")
-    number("temperature", "0 is greedy; the default is 1.")
-    integer("top_k", None, "Keep the k likeliest tokens; 0 or -1 is off.")
-    number("top_p", "Keep the likeliest tokens with this share; 1 is off.")
-    integer("seed", None, "Seed of the sampling.")
-    flags.DEFINE_bool("ignore_eos", None, "Go on past the model's end.", flag_values=values)
-    integer("logprobs", None, "Likeliest tokens to report at each position.")
-    flags.DEFINE_bool("progress", True, "Show progress with --output.", flag_values=values)
+    switch("chat", False, "A prompt is what the user says; lines may have messages.")
+    switch("score", False, "Lines have a context and a continuation, whose tokens are scored.")
+    switch("explain", False, "Print the plan: model, memory, pages, programs; then end.")
+    switch("progress", True, "Show progress with --output.")
     return values
 
 
 FLAGS = define_flags()
 
 
+class Writer(Protocol):
+    """Where lines go."""
+
+    def write(self, text: str, /) -> Any: ...
+
+
 def main() -> None:
     model = FLAGS.model
     options = given(FLAGS, ENGINE_OPTIONS)
-    output, report = FLAGS.output, FLAGS.report
     with usage_errors():
         EngineConfig(model=model, **options)
-    rows = read_rows(FLAGS.prompt, FLAGS.input, given(FLAGS, SAMPLING_FLAGS))
+    if FLAGS.chat and FLAGS.score:
+        raise UsageError("--chat and --score do not go together; give one of them")
+    if FLAGS.explain:
+        with usage_errors():
+            print("\n".join(explain(LLM(model, **options))))
+        return
+    mode = "chat" if FLAGS.chat else "score" if FLAGS.score else "prompt"
+    rows = read_rows(FLAGS.prompt, FLAGS.input, given_fields(FLAGS), mode)
     with contextlib.ExitStack() as files:
         # Opened before the model, so that a wrong path costs no work.
-        results = files.enter_context(replaced_file("output", output)) if output else None
-        summary = files.enter_context(replaced_file("report", report)) if report else None
+        results = (
+            files.enter_context(replaced_file("output", FLAGS.output)) if FLAGS.output else None
+        )
+        summary = (
+            files.enter_context(replaced_file("report", FLAGS.report)) if FLAGS.report else None
+        )
         started = time.monotonic()
         llm = None
         if rows:
             with usage_errors():
                 llm = LLM(model, **options)
         start_s = time.monotonic() - started
-        if llm is None:
-            outputs = []
-        elif results is None:
-            outputs = stream_to_stdout(llm, rows)
-        else:
-            prompts, params = [row.prompt for row in rows], [row.params for row in rows]
-            with usage_errors():
-                outputs = llm.generate(prompts, params, progress=FLAGS.progress)
-            for index, (row, result) in enumerate(zip(rows, outputs, strict=True)):
-                results.write(to_json(result_row(index, row, result)) + "\n")
-        figures = summarize(outputs, time.monotonic() - started - start_s)
+        if FLAGS.score:
+            write_scores(llm, rows, results or sys.stdout)
+            return
+        outputs = run_rows(llm, rows, results) if llm is not None else {}
+        figures = summarize(list(outputs.values()), time.monotonic() - started - start_s)
         stats = {} if llm is None else llm.engine.stats()
         print_summary(figures, stats, start_s)
         if summary is not None:
             whole = {"model": model, "options": options, "start_s": start_s}
             summary.write(to_json(whole | {"summary": figures, "engine": stats}) + "\n")
+    if len(outputs) < len(rows):
+        raise Interrupted(f"{len(outputs)} of {len(rows)} requests were finished")
 
 
-def stream_to_stdout(llm: LLM, rows: Sequence[Row]) -> list[RequestOutput]:
-    """Writes the texts to stdout as they come, in input order; returns the results.
-
-    One request writes its text alone. Several run together; each is headed by its index and
-    prompt, and one whose turn has not come is held back.
-    """
+def run_rows(llm: LLM, rows: Sequence[Row], results: Writer | None) -> dict[int, RequestOutput]:
+    """Runs the rows, and writes those that finished: all, unless it is interrupted."""
+    prepared = prepare_rows(llm, rows)
+    shown = Shown(rows, prepared) if results is None else None
     outputs: dict[int, RequestOutput] = {}
-    held = [""] * len(rows)
-    if len(rows) > 1:
-        held = [f"[{index}] {row.prompt}" for index, row in enumerate(rows)]
-    turn = 0
-    for index, text, output in run_all(llm, rows):
-        held[index] += text
-        if output is not None:
-            outputs[index] = output
-            held[index] += "\n"
-        while turn < len(rows):
-            sys.stdout.write(held[turn])
-            held[turn] = ""
-            if turn not in outputs:
-                break
-            turn += 1
-        sys.stdout.flush()
-    return [outputs[index] for index in range(len(rows))]
+    ended: dict[int, list[RequestOutput]] = {index: [] for index in range(len(rows))}
+    running = {}
+    try:
+        for index, (requests, text) in enumerate(prepared):
+            for request in requests:
+                with usage_errors(f"prompt {index}: "):
+                    running[llm.engine.add_request(request, text)] = index
+        while running:
+            for delta in llm.engine.step():
+                index = running[delta.request_id]
+                if shown is not None:
+                    shown.add(index, delta.index, delta.text, delta.output is not None)
+                if delta.output is not None:
+                    del running[delta.request_id]
+                    ended[index].append(delta.output)
+                    if len(ended[index]) == len(prepared[index][0]):
+                        outputs[index] = merge_samples(ended[index])
+            if shown is None and FLAGS.progress:
+                sys.stderr.write(f"\r{len(outputs)}/{len(rows)} requests")
+    except KeyboardInterrupt:
+        pass  # what is finished is written, and the caller says that it is not all
+    finally:
+        if shown is None and FLAGS.progress:
+            sys.stderr.write("\n")
+    for index in sorted(outputs):
+        if results is not None:
+            results.write(to_json(result_row(index, rows[index], outputs[index])) + "\n")
+    return outputs
 
 
-def run_all(llm: LLM, rows: Sequence[Row]) -> Iterator[tuple[int, str, RequestOutput | None]]:
-    """Yields (index, new text, the whole result once finished) until every row is done."""
-    requests = []
+def prepare_rows(llm: LLM, rows: Sequence[Row]) -> list[Samples]:
+    """Returns the requests of all rows, checked before any of them runs."""
+    prepared = []
     for index, row in enumerate(rows):
         with usage_errors(f"prompt {index}: "):
-            requests.append(llm.make_request(row.prompt, row.params))
-    running = {}
-    for index, (request, text) in enumerate(requests):
-        with usage_errors(f"prompt {index}: "):
-            running[llm.engine.add_request(request, text)] = index
-    while running:
-        for delta in llm.engine.step():
-            yield running[delta.request_id], delta.text, delta.output
-            if delta.output is not None:
-                del running[delta.request_id]
+            params = llm.default_params.replace(row.fields)
+            if row.kind == "chat":
+                prepared.append(llm.prepare_chat(row.asked, params, row.template))
+            else:
+                prepared.append(llm.prepare(row.asked, params))
+    return prepared
+
+
+class Shown:
+    """Texts on stdout as they come, in input order.
+
+    One output is written alone. Several run together; each is headed by its index and prompt, and
+    one whose turn has not come is held back.
+    """
+
+    def __init__(self, rows: Sequence[Row], prepared: Sequence[Samples]) -> None:
+        self._order = [
+            (i, n) for i, (requests, _) in enumerate(prepared) for n in range(len(requests))
+        ]
+        self._held = dict.fromkeys(self._order, "")
+        if len(self._order) > 1:
+            for index, sample in self._order:
+                several = len(prepared[index][0]) > 1
+                name = f"{index}.{sample}" if several else f"{index}"
+                self._held[index, sample] = f"[{name}] {said(rows[index])}"
+        self._ended: set[tuple[int, int]] = set()
+        self._turn = 0
+
+    def add(self, index: int, sample: int, text: str, ended: bool) -> None:
+        """Takes what came for one output, and writes what may be written now."""
+        self._held[index, sample] += text
+        if ended:
+            self._held[index, sample] += "\n"
+            self._ended.add((index, sample))
+        while self._turn < len(self._order):
+            key = self._order[self._turn]
+            sys.stdout.write(self._held[key])
+            self._held[key] = ""
+            if key not in self._ended:
+                break
+            self._turn += 1
+        sys.stdout.flush()
+
+
+def said(row: Row) -> str:
+    """Returns what heads a row's text: its prompt, or what was last said in a chat."""
+    if row.kind == "chat":
+        return f"{row.asked[-1].get('content')}\n"
+    return f"{row.asked}"
+
+
+def write_scores(llm: LLM | None, rows: Sequence[Row], results: Writer) -> None:
+    """Writes one line a pair: its tokens, their log-probabilities, the sum, and if it is greedy."""
+    with usage_errors():
+        scores = llm.score([row.asked for row in rows], FLAGS.progress) if llm else []
+    for index, score in enumerate(scores):
+        results.write(to_json({"index": index, **dataclasses.asdict(score)}) + "\n")
 
 
 def result_row(index: int, row: Row, result: RequestOutput) -> dict[str, Any]:
-    """Returns the output row of one request."""
-    [completion] = result.outputs
+    """Returns the output row of one request; of several outputs, each has a place in "outputs"."""
+    key = "messages" if row.kind == "chat" else "prompt"
+    fields: dict[str, Any] = {"index": index, key: row.asked}
+    completions = [completion_row(completion) for completion in result.outputs]
+    fields |= completions[0] if len(completions) == 1 else {"outputs": completions}
+    if result.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [position_row(position) for position in result.prompt_logprobs]
+    fields["seed"] = result.seed
+    if result.metrics is not None:
+        fields["metrics"] = dataclasses.asdict(result.metrics)
+    return fields
+
+
+def completion_row(completion: CompletionOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "index": index,
-        "prompt": row.prompt,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
     }
     if completion.logprobs is not None:
         fields["logprobs"] = [position_row(position) for position in completion.logprobs]
-    if result.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = [position_row(position) for position in result.prompt_logprobs]
-    if result.metrics is not None:
-        fields["metrics"] = dataclasses.asdict(result.metrics)
     return fields
 
 

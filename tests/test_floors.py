@@ -12,22 +12,26 @@ PACKAGES = ("pallas_kernels", "sharding", "checkpoints", "engine", "scripts")
 # its own floor and those below.
 FLOORS = [
     ["pallas_kernels", "sharding", "checkpoints"],
-    ["engine.config", "engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
-    ["engine.plan", "engine.rows", "engine.scheduler"],
-    ["engine.detokenize", "engine.log", "engine.memo"],
+    ["engine.config", "engine.params", "engine.template_worker"],
+    ["engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
+    ["engine.plan", "engine.rows", "engine.scheduler", "engine.settings"],
+    ["engine.detokenize", "engine.text", "engine.chat", "engine.log", "engine.memo"],
     ["engine.models.config", "engine.models.tree"],
-    ["engine.kv", "engine.layers", "engine.sampling"],
+    ["engine.kv", "engine.layers", "engine.logits", "engine.sampling", "engine.strict"],
     ["engine.models"],
     ["engine.batch", "engine.state", "engine.step", "engine.loading", "engine.export"],
+    ["engine.prompts"],
     ["engine.program_store", "engine.programs"],
+    ["engine.memory"],
     ["engine.loop"],
+    ["engine.deterministic"],
     ["engine.build"],
     ["engine.api", "engine"],
     ["scripts"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
-HOST_ONLY = [*(name for floor in FLOORS[1:4] for name in floor), "engine.batch"]
+HOST_ONLY = [*(name for floor in FLOORS[1:5] for name in floor), "engine.batch"]
 
 
 def module_name(path, root):

@@ -10,6 +10,7 @@ import copy
 import functools
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,7 +20,13 @@ from engine.models.oracle import forward_jit
 from engine.pages import PagePool
 from engine.request import Request
 from engine.scheduler import Scheduler
-from tests.fixtures import byte_tokenizer, write_tiny
+from tests.fixtures import (
+    byte_tokenizer,
+    fallback_tokenizer,
+    script_table,
+    write_script,
+    write_tiny,
+)
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "golden"
 TINY_OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "num_pages": 600}
@@ -66,6 +73,8 @@ def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=Fal
             pool=PagePool(num_pages or built.factory.num_pages, 1, len(layout.groups)),
             ladder=ladder,
             static=static,
+            pinned=llm.config.deterministic,
+            decode_steps=llm.config.decode_steps,
         )
 
     return Engine(
@@ -155,3 +164,51 @@ def make_prompts(rng, count, low=1, high=60, vocabulary=300) -> list[list[int]]:
 
 def request_of(llm: LLM, prompt, params) -> Request:
     return llm.make_request(prompt, params)[0]
+
+
+class Script:
+    """A model whose next-token logits are any table (F1), one engine for all tests."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.width = llm.engine.params["head"].shape[1]
+
+    def show(self, table) -> None:
+        """Makes the logits after token t the row t of `table`."""
+        head = np.zeros((len(table), self.width), np.float32)
+        head[:, : len(table)] = np.asarray(table, np.float64).T * np.sqrt(1 / self.width + 1e-5)
+        params = {**self.llm.engine.params, "head": jax.numpy.asarray(head)}
+        self.llm.engine.params = self.llm.built.engine.params = params
+
+    def say(self, ids, then=2) -> None:
+        """Makes it say `ids` after any prompt that is not among them, and then `then` for ever."""
+        table = script_table(ids, then=then)
+        table[then] = 0
+        table[then, then] = 10.0
+        self.show(table)
+
+    def run(self, prompts=None, **fields):
+        """Returns the first completion of each prompt; of one prompt [0], that completion."""
+        fields = {"temperature": 0, "max_tokens": 40} | fields
+        outputs = self.llm.generate(prompts or [[0]], SamplingParams(**fields))
+        firsts = [output.outputs[0] for output in outputs]
+        return firsts if prompts else firsts[0]
+
+
+SCRIPT_OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "num_pages": 129}
+
+
+@pytest.fixture(scope="session")
+def script(own_cache, tmp_path_factory) -> Script:
+    """A scripted model with a byte-level tokenizer (F3)."""
+    folder = tmp_path_factory.mktemp("script")
+    write_script(folder, script_table([5, 6, 7]), tokenizer=byte_tokenizer())
+    return Script(LLM(str(folder), **SCRIPT_OPTIONS))
+
+
+@pytest.fixture(scope="session")
+def fallback_script(own_cache, tmp_path_factory) -> Script:
+    """A scripted model with a SentencePiece-style tokenizer (F3b)."""
+    folder = tmp_path_factory.mktemp("fallback_script")
+    write_script(folder, script_table([5, 6, 7]), tokenizer=fallback_tokenizer())
+    return Script(LLM(str(folder), **SCRIPT_OPTIONS))

@@ -11,7 +11,8 @@ from collections import deque
 
 from engine.buckets import Ladder
 from engine.pages import NULL_PAGE, PageGroup, PagePool
-from engine.request import Request, SamplingParams, Status
+from engine.params import SamplingParams
+from engine.request import Request, Status
 from engine.scheduler import Scheduler
 
 VOCABULARY = 17

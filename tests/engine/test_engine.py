@@ -257,10 +257,9 @@ def test_end_tokens_end_it(tiny, oracle):
     [output] = tiny.generate([prompt], greedy(12))
     ids = output.outputs[0].token_ids
     end = ids[5]
-    model = tiny.built.model
-    before = model.eos_ids
+    before = tiny.maker._eos_ids
     try:
-        object.__setattr__(model, "eos_ids", (end,))
+        tiny.maker._eos_ids = (end,)
         params = SamplingParams(temperature=0, max_tokens=12)
         [ended] = tiny.generate([prompt], params)
         completion = ended.outputs[0]
@@ -268,7 +267,7 @@ def test_end_tokens_end_it(tiny, oracle):
         assert (completion.finish_reason, completion.stop_reason) == ("stop", end)
         assert tiny.generate([prompt], greedy(12))[0].outputs[0].token_ids == ids
     finally:
-        object.__setattr__(model, "eos_ids", before)
+        tiny.maker._eos_ids = before
 
 
 def test_never_fits_is_refused_and_outgrowing_ends_with_capacity(tiny):

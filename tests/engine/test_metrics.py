@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from engine.metrics import percentile, request_metrics, summarize
-from engine.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from engine.params import SamplingParams
+from engine.request import CompletionOutput, Request, RequestOutput
 
 
 def make_request(times, first=1.5, **fields):
@@ -34,6 +35,7 @@ def make_output(times, reason="length"):
         outputs=[CompletionOutput(0, "", tokens, None, reason, None)],
         metrics=request_metrics(make_request(times)),
         finished=True,
+        seed=0,
     )
 
 

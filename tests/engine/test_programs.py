@@ -11,8 +11,8 @@ import pytest
 
 from engine.kv import kv_layout
 from engine.memo import Memo
+from engine.memory import coarse_pages, pool_pages
 from engine.program_store import Executables, Program, ProgramStore
-from engine.programs import coarse_pages, pool_pages
 from sharding import make_mesh
 from tests.engine.test_step import FULL, WINDOWED
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.request import Request, SamplingParams
+from engine.params import SamplingParams
+from engine.request import Request
 
 INF, NAN = math.inf, math.nan
 GOOD = [

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from scripts import benchmark
+from scripts.benchmarks import sampling, scheduler
 from scripts.benchmarks.peer import ROOT
 from scripts.benchmarks.settings import Settings
 from tests.fixtures import byte_tokenizer, write_tiny
@@ -180,6 +181,30 @@ def test_serving(measured, peer, tmp_path, rate):
 def test_serving_with_one_way_of_batching(measured):
     figures, _, _ = measured("serving", "--batching=static", "--num_requests=1")
     assert list(figures["serving"]) == ["static"] and figures["ratios"] == {}
+
+
+def test_sampling(measured, monkeypatch):
+    monkeypatch.setattr(sampling, "NEW_TOKENS", 6)
+    fields = {name: sampling.FIELDS[name] for name in ("greedy", "top_p 0.9", "penalties")}
+    monkeypatch.setattr(sampling, "FIELDS", fields)
+    figures, out, charts = measured("sampling", "--requests=1,2")
+    for row in figures["sampling"]:
+        assert row["fields"].keys() == {*fields, "mixed"}
+        assert row["ratios"]["greedy"] == 1.0
+        assert row["fields"]["mixed"]["output_tokens"] == 6 * row["requests"]
+    assert "top_p 0.9" in out and "cost" in out and charts == {"sampling"}
+
+
+def test_scheduler(measured, monkeypatch):
+    monkeypatch.setattr(scheduler, "ROWS", (1, 32, 64, 128, 256))
+    monkeypatch.setattr(scheduler, "STEPS", 8)
+    figures, out, charts = measured("scheduler")
+    assert [row["rows"] for row in figures["scheduler"]] == [1, 32, 64, 128, 256]
+    for row in figures["scheduler"]:
+        assert 0 < row["host_s"] < row["step_s"]
+        assert row["host_over_call"] > 0
+        assert row["token_s"] == pytest.approx(row["host_s"] / row["rows"])
+    assert "us more a row" in out and charts == {"scheduler"}
 
 
 def test_startup(measured):

@@ -9,7 +9,9 @@ import types
 
 import pytest
 
+from engine.api import Score
 from engine.loop import Delta
+from engine.params import SamplingParams
 from engine.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
 from scripts import generate
 
@@ -22,6 +24,8 @@ class EchoEngine:
     def __init__(self):
         self.left = {}
         self.said = {}
+        self.steps = 0
+        self.interrupted_at = None
 
     def add_request(self, request, prompt):
         self.said[request.id], self.left[request.id] = [], (request, list(str(prompt)))
@@ -37,7 +41,11 @@ class EchoEngine:
             if not left:
                 del self.left[request_id]
                 output = result(request, "".join(self.said[request_id]))
-            deltas.append(Delta(request_id, text, [1], None, "stop", output))
+            deltas.append(Delta(request_id, request.sample, text, [1], None, "stop", output))
+        self.steps += 1
+        if self.steps == self.interrupted_at:
+            self.left.clear()
+            raise KeyboardInterrupt
         return deltas
 
     def stats(self):
@@ -47,6 +55,8 @@ class EchoEngine:
 class EchoLLM:
     """Stands in for LLM; a prompt of more than 20 characters is too long for it."""
 
+    default_params = SamplingParams(top_k=9)
+
     def __init__(self, model, **options):
         if model == "unknown":
             raise ValueError("unknown: no such file or folder, and no model of that name")
@@ -55,18 +65,29 @@ class EchoLLM:
         self.requests = []
         MODELS.append(self)
 
-    def make_request(self, prompt, params):
+    def prepare(self, prompt, params):
         if len(prompt) > 20:
             raise ValueError(f"the prompt has {len(prompt)} tokens and max_model_len is 20")
-        request = Request(
-            id=len(self.requests), prompt_token_ids=[7], params=params, limit=20, seed=0
-        )
-        self.requests.append(request)
-        return request, prompt
+        made = [
+            Request(
+                id=len(self.requests) + sample,
+                prompt_token_ids=[7],
+                params=params,
+                limit=20,
+                seed=0,
+                sample=sample,
+            )
+            for sample in range(params.n)
+        ]
+        self.requests += made
+        return made, prompt
 
-    def generate(self, prompts, params, progress):
-        made = [self.make_request(p, one)[0] for p, one in zip(prompts, params, strict=True)]
-        return [result(request, str(p)) for request, p in zip(made, prompts, strict=True)]
+    def prepare_chat(self, conversation, params, template):
+        said = " ".join(message["content"] for message in conversation)
+        return self.prepare(said + "".join(map(str, template.values())), params)
+
+    def score(self, pairs, progress):
+        return [Score([1, 2], [-0.5, -1.5], -2.0, True) for _ in pairs]
 
 
 def result(request, text):
@@ -77,9 +98,12 @@ def result(request, text):
         prompt=None,
         prompt_token_ids=[7],
         prompt_logprobs=None if request.params.prompt_logprobs is None else [None, position],
-        outputs=[CompletionOutput(0, text, [5], [position] if wanted else None, "stop", 2)],
+        outputs=[
+            CompletionOutput(request.sample, text, [5], [position] if wanted else None, "stop", 2)
+        ],
         metrics=RequestMetrics(0.0, 0.25, None, [], 0.5, 0, 0),
         finished=True,
+        seed=0,
     )
 
 
@@ -144,6 +168,8 @@ def test_rows_win_over_flags_and_results_keep_their_order(command, tmp_path):
         "text": "a\u2028b",
         "token_ids": [5],
         "finish_reason": "stop",
+        "stop_reason": 2,
+        "seed": 0,
         "logprobs": [position],
         "prompt_logprobs": [None, position],
     }
@@ -246,3 +272,130 @@ def test_help_lists_the_flags(command):
     code, out, _ = command("--help")
     assert code == 0
     assert "--[no]ignore_eos" in out and "--max_num_batched_tokens" in out
+
+
+def test_every_sampling_field_is_a_flag(command):
+    command(
+        "--prompt=a",
+        "--temperature=0.5",
+        "--min_p=0.1",
+        "--stop=x",
+        "--stop=yz",
+        "--stop_token_ids=5",
+        "--stop_token_ids=6",
+        "--allowed_token_ids=7",
+        "--logit_bias=42:-100",
+        "--logit_bias=43:1.5",
+        "--bad_words=mill",
+        "--repetition_penalty=1.2",
+        "--n=2",
+        "--logprobs_mode=processed",
+        "--noskip_special_tokens",
+        "--truncate_prompt_tokens=5",
+    )
+    params = MODELS[0].requests[0].params
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_k=9,
+        min_p=0.1,
+        max_tokens=128,
+        stop=["x", "yz"],
+        stop_token_ids=[5, 6],
+        allowed_token_ids=[7],
+        logit_bias={42: -100, 43: 1.5},
+        bad_words=["mill"],
+        repetition_penalty=1.2,
+        n=2,
+        logprobs_mode="processed",
+        skip_special_tokens=False,
+        truncate_prompt_tokens=5,
+    )
+
+
+def test_several_outputs_of_a_prompt(command, tmp_path):
+    code, out, _ = command("--prompt=ab", "--prompt=c", "--n=2")
+    assert (code, out) == (0, "[0.0] abab\n[0.1] abab\n[1.0] cc\n[1.1] cc\n")
+    target = tmp_path / "o.jsonl"
+    command("--prompt=ab", "--n=2", f"--output={target}", "--noprogress")
+    row = json.loads(target.read_text())
+    assert [one["text"] for one in row["outputs"]] == ["ab", "ab"] and "text" not in row
+
+
+def test_chats_from_flags_and_lines(command, tmp_path):
+    code, out, _ = command("--chat", "--prompt=hey")
+    assert (code, out) == (0, "hey\n")
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": said, "tools": [5], "chat_template_kwargs": {"x": 6}}, {"prompt": "c"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for mode in (["--chat"], []):
+        code, _, _ = command(*mode, f"--input={source}", f"--output={target}", "--noprogress")
+        first, second = map(json.loads, target.read_text().splitlines())
+        assert code == 0 and first["messages"] == said and first["text"] == "a b[5]6"
+        assert second["text"] == "c" and ("messages" in second) == bool(mode)
+
+
+def test_scores_are_written_a_line_a_pair(command, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"context": "a", "continuation": [5]}\n')
+    code, out, _ = command("--score", f"--input={source}")
+    want = {
+        "index": 0,
+        "token_ids": [1, 2],
+        "token_logprobs": [-0.5, -1.5],
+        "sum_logprob": -2.0,
+        "is_greedy": True,
+    }
+    assert code == 0 and json.loads(out) == want
+    code, out, _ = command("--score", f"--input={source}", f"--output={target}")
+    assert (code, out) == (0, "") and json.loads(target.read_text()) == want
+
+
+def test_interrupted_it_writes_what_is_finished_and_says_so(command, tmp_path, monkeypatch):
+    target = tmp_path / "o.jsonl"
+    made = EchoLLM.__init__
+
+    def interrupted(self, *arguments, **options):
+        made(self, *arguments, **options)
+        self.engine.interrupted_at = 2
+
+    monkeypatch.setattr(EchoLLM, "__init__", interrupted)
+    code, _, err = command("--prompt=a", "--prompt=bcd", f"--output={target}", "--noprogress")
+    assert code == 130 and err.endswith("generate: interrupted; 1 of 2 requests were finished\n")
+    [row] = map(json.loads, target.read_text().splitlines())
+    assert (row["index"], row["text"]) == (0, "a")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt=a", "--logit_bias=5"], "--logit_bias=5 must be ID:NUMBER"),
+        (["--prompt=a", "--stop="], "stop[0]='' must be a text that is not empty"),
+        (["--prompt=a", "--min_p=2"], "min_p=2.0 must be from 0 to 1"),
+        (["--prompt=a", "--score"], "--score takes --input=F.jsonl"),
+        (["--prompt=a", "--score", "--chat"], "--chat and --score do not go together"),
+        (["--prompt=a", "--n=0"], "n=0 must be from 1"),
+    ],
+)
+def test_wrong_modes_and_fields_are_refused(command, arguments, message):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "mode, line, message",
+    [
+        ("--chat", '{"messages": []}', "line 1 has no messages"),
+        ("--chat", '{"messages": [{"content": "a"}]}', 'it must be an object with a "role"'),
+        ("--chat", '{"prompt": [5]}', "the prompt of a chat must be text"),
+        ("--chat", '{"messages": [{"role": "a"}], "prompt": "b"}', "line 1 must be an object"),
+        ("--score", '{"context": "a"}', '{"context": "...", "continuation": "..."}'),
+        ("--score", '{"prompt": "a"}', "line 1 must be an object with"),
+        ("--noscore", '{"context": "a", "continuation": "b"}', 'with "prompt": text or a list'),
+    ],
+)
+def test_wrong_lines_are_refused(command, tmp_path, mode, line, message):
+    source = tmp_path / "in.jsonl"
+    source.write_text(line + "\n")
+    code, out, err = command(mode, f"--input={source}")
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1

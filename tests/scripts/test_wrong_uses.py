@@ -53,6 +53,7 @@ def models(tmp_path_factory):
     )
     (damaged("deep") / "config.json").write_text("[" * 100_000)
     (damaged("end_ids") / "config.json").write_text(json.dumps(config | {"eos_token_id": [[2]]}))
+    (damaged("defaults") / "generation_config.json").write_text('{"top_p": 7}')
     (damaged("tokenizer") / "tokenizer.json").write_text('{"model": {}}')
     convert_to(good, folder / "orbax")
     torn = pathlib.Path(shutil.copytree(folder / "orbax", folder / "torn_orbax"))
@@ -70,6 +71,8 @@ def models(tmp_path_factory):
     write_gguf(folder / "iq.gguf", {"x": (block, gguf.GGMLQuantizationType.IQ4_XS)})
     (folder / "line.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     (folder / "field.jsonl").write_text('{"prompt": "a", "temprature": 1}\n')
+    (folder / "pair.jsonl").write_text('{"context": "a"}\n')
+    (folder / "role.jsonl").write_text('{"messages": [{"content": "a"}]}\n')
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     return folder
 
@@ -128,6 +131,38 @@ WRONG = {
         ["--model={m}/good", "--requests=8", "--max_num_seqs=2"],
         "--max_num_seqs=2 is under the 8 requests",
     ),
+    "empty stop": ("generate", ["--prompt=a", "--stop="], "must be a text that is not empty"),
+    "bias without a number": ("generate", ["--prompt=a", "--logit_bias=7"], "must be ID:NUMBER"),
+    "more tokens than the most": (
+        "generate",
+        ["--prompt=a", "--min_tokens=9", "--max_tokens=8"],
+        "min_tokens=9 must be at most max_tokens=8",
+    ),
+    "no outputs": ("generate", ["--prompt=a", "--n=0"], "n=0 must be from 1"),
+    "unknown mode of log-probabilities": (
+        "generate",
+        ["--prompt=a", "--logprobs_mode=cooked"],
+        "use raw, processed",
+    ),
+    "scores of a prompt": ("generate", ["--prompt=a", "--score"], "--score takes --input"),
+    "pair without a continuation": (
+        "generate",
+        ["--score", "--input={m}/pair.jsonl"],
+        '"continuation": "..."',
+    ),
+    "message without a role": ("generate", ["--input={m}/role.jsonl"], 'an object with a "role"'),
+    "two modes": ("generate", ["--prompt=a", "--score", "--chat"], "do not go together"),
+    "steps of a deterministic engine": (
+        "generate",
+        ["--prompt=a", "--deterministic", "--decode_steps=2"],
+        "decode_steps=2 must be 1 with deterministic",
+    ),
+    "unknown defaults": ("generate", ["--prompt=a", "--generation_config=x"], "use one of auto"),
+    "defaults that cannot be": (
+        "generate",
+        ["--prompt=a", "--model={m}/defaults"],
+        "generation_config.json: top_p=7",
+    ),
     "peer without its model": ("benchmark", ["--peer_python=python"], "--peer_"),
 }
 
@@ -152,6 +187,12 @@ API = {
     "rows": (lambda good: LLM(good, max_num_seqs=0), ValueError, "max_num_seqs=0 must be at"),
     "pool": (lambda good: LLM(good, num_pages=1), ValueError, "num_pages=1 must be at least 2"),
     "batching": (lambda good: LLM(good, batching="dynamic"), ValueError, "batching='dynamic'"),
+    "a field's type": (lambda good: SamplingParams(stop=5), ValueError, "stop=5 must be a text"),
+    "an unknown field": (
+        lambda good: SamplingParams.from_dict({"temprature": 1}),
+        ValueError,
+        "'temprature' is not a sampling field",
+    ),
     "option": (lambda good: LLM(good, max_seqs=2), TypeError, "max_seqs"),
 }
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of an engine as text: model, memory, pages, buckets, programs, and what each costs."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from engine import LLM
+from engine.memory import tree_bytes
+
+
+def explain(llm: LLM) -> list[str]:
+    """Returns the lines; all programs are made first, so that their costs are known."""
+    llm.engine.programs.wait()
+    return [*model_lines(llm), *memory_lines(llm), *bucket_lines(llm), *program_lines(llm)]
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def model_lines(llm: LLM) -> Iterator[str]:
+    model, device = llm.model_config, jax.devices()[0]
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llm.engine.params))
+    yield f"model      {llm.config.model}: {model.family}, {model.num_layers} layers"
+    dtype = llm.built.factory.cfg.layout.dtype.name
+    yield f"           {parameters / 1e6:.1f} M parameters, {dtype}"
+    yield f"device     {device.device_kind} ({device.platform}), jax {jax.__version__}"
+    yield f"context    {llm.max_model_len} tokens, vocabulary {model.vocab_size}"
+
+
+def memory_lines(llm: LLM) -> Iterator[str]:
+    factory = llm.built.factory
+    layout, pages = factory.cfg.layout, factory.num_pages
+    groups = len(layout.groups)
+    tokens = (pages - 1) // groups * layout.page_size
+    pool = pages * layout.page_bytes
+    yield f"weights    {size(tree_bytes(llm.engine.params))}"
+    yield (
+        f"pages      {size(pool)}: {pages} pages of {layout.page_size} tokens, {groups} page "
+        f"groups, about {tokens} tokens; {layout.page_bytes} bytes a page"
+    )
+    yield f"row state  {size(tree_bytes(factory.state) - pool)}, most of it biases and tallies"
+
+
+def bucket_lines(llm: LLM) -> Iterator[str]:
+    ladder, config = llm.built.ladder, llm.config
+    yield (
+        f"buckets    {ladder.rows} rows; steps of up to {config.max_num_batched_tokens} tokens, "
+        f"{ladder.pieces} pieces of prompts of up to {ladder.width} tokens"
+    )
+
+
+def program_lines(llm: LLM) -> Iterator[str]:
+    """Yields a table of the programs: seconds to make, operations, bytes moved, temporaries."""
+    programs = llm.engine.programs
+    yield f"programs   {len(programs)}"
+    yield f"{'program':<32}{'made in s':>10}{'GFLOP':>9}{'MB moved':>10}{'MB temporary':>14}"
+    for key in programs:
+        name = programs.name(key)
+        executable: Any = programs[key]
+        cost = executable.cost_analysis() or {}
+        memory = executable.memory_analysis()
+        flops, moved = cost.get("flops"), cost.get("bytes accessed")
+        temporary = None if memory is None else memory.temp_size_in_bytes
+        columns = (
+            shown(programs.seconds.get(name), 1, ".2f"),
+            shown(flops, 1e9, ".3f"),
+            shown(moved, 1e6, ".1f"),
+            shown(temporary, 1e6, ".1f"),
+        )
+        yield f"{name:<32}{columns[0]:>10}{columns[1]:>9}{columns[2]:>10}{columns[3]:>14}"
+
+
+def shown(value: float | None, unit: float, form: str) -> str:
+    return "-" if value is None or value < 0 else format(value / unit, form)
