@@ -59,6 +59,8 @@ bench: $(STAMP)
 	$(call MEASURE,serving,--num_requests=$(SERVING) $(PEERS))
 	$(call MEASURE,sampling)
 	$(call MEASURE,scheduler)
+	$(call MEASURE,steps,--requests=1)
+	$(call MEASURE,scoring)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -46,16 +46,13 @@ def load_parameters(
     checkpoint: Checkpoint,
     sources: Mapping[str, Source],
     targets: Mapping[str, Target],
-    ignored: Collection[str] = (),
 ) -> dict[str, jax.Array]:
     """Returns the parameters by path, each in its target's shape, dtype and sharding.
 
-    Tensors of the checkpoint that no source names are reported in one warning, except `ignored`.
     Raises ValueError naming the tensors where sources and targets differ, a tensor is missing, is
     used twice, or has another shape than its target. The host holds one parameter at a time.
     """
     check_parameters(checkpoint, sources, targets)
-    warn_of_unused(checkpoint, sources, ignored)
     parameters = {}
     for path, source in sources.items():
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.

@@ -12,11 +12,11 @@ import numpy as np
 from engine.build import build_engine
 from engine.chat import ChatEncoder, Conversation, as_conversations
 from engine.config import EngineConfig
-from engine.loop import Delta
 from engine.models.oracle import forward_jit
 from engine.params import SamplingParams
 from engine.prompts import Prompt, RequestMaker, as_list, paired
 from engine.request import Request, RequestOutput
+from engine.results import Delta
 from engine.strict import no_warnings
 
 # The requests of one prompt, one for each output, and its text if it had one.
@@ -131,22 +131,20 @@ class LLM:
         spaces that end the context belong to the continuation, and where a token would span the
         two they are encoded apart. Raises ValueError naming the pair, before any work starts.
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         requests: list[Samples] = []
         for index, (context, continuation) in enumerate(pairs):
             with naming(f"pair {index}"):
                 before, after = self.maker.pair_ids(context, continuation)
                 [request] = self.maker.make(before + after, params)
                 request.scored_from = request.scored = len(before) - 1
+                request.wants_scores = True
                 requests.append(([request], None))
         outputs = self._run(requests, progress)
         for index, output in enumerate(outputs):
             if output.outputs[0].finish_reason == "error":
                 raise ValueError(f"pair {index}: {output.outputs[0].stop_reason}")
-        return [
-            score_of(output, request.scored_from + 1)
-            for output, ([request], _) in zip(outputs, requests, strict=True)
-        ]
+        return [score_of(output) for output in outputs]
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], progress: bool = False
@@ -253,7 +251,7 @@ class LLM:
         for index, (samples, text) in enumerate(requests):
             for request in samples:
                 with naming(f"prompt {index}"):
-                    added.add(self.engine.add_request(request, text))
+                    added.add(self.engine.add_request(request, text, streams=False))
 
 
 def merge_samples(outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -273,11 +271,9 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error}") from None
 
 
-def score_of(output: RequestOutput, first: int) -> Score:
-    """Returns the score of the prompt's tokens from `first` on."""
-    token_ids = output.prompt_token_ids[first:]
-    entries = [entry or {} for entry in (output.prompt_logprobs or [])[first:]]
-    values = [entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)]
-    # The likeliest token is always there beside a token's own entry.
-    greedy = all(len(entry) == 1 for entry in entries)
-    return Score(token_ids, values, sum(values), greedy)
+def score_of(output: RequestOutput) -> Score:
+    """Returns the score of the tokens that were asked for."""
+    scores = output.scores or []
+    values = [score.logprob for score in scores]
+    token_ids = output.prompt_token_ids[len(output.prompt_token_ids) - len(scores) :]
+    return Score(token_ids, values, sum(values), all(score.is_greedy for score in scores))

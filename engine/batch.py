@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,25 +57,35 @@ class BatchShape:
 
     def size(self, body: tuple[Group, ...]) -> int:
         """Returns the length of the packed array."""
-        return sum(math.prod(s) for part in layout_of(self, body) for s in part.values())
+        return layout_of(self, body)[-1]["sample_row_S"].stop
 
     def unpack(self, body: tuple[Group, ...], packed: Any) -> list[dict[str, Any]]:
         """Returns views of `packed` by name, one dict a part of `layout`."""
-        parts, offset = [], 0
-        for fields in layout_of(self, body):
-            part = {}
-            for name, shape in fields.items():
-                size = math.prod(shape)
-                part[name] = packed[offset : offset + size].reshape(shape)
-                offset += size
-            parts.append(part)
-        return parts
+        return [
+            {name: packed[f.start : f.stop].reshape(f.shape) for name, f in fields.items()}
+            for fields in layout_of(self, body)
+        ]
+
+
+class Field(NamedTuple):
+    """Where a field lies in the packed array, and its shape."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
 
 
 @functools.cache
-def layout_of(shape: BatchShape, body: tuple[Group, ...]) -> list[dict[str, tuple[int, ...]]]:
-    """Returns `shape.layout(body)`, worked out once."""
-    return shape.layout(body)
+def layout_of(shape: BatchShape, body: tuple[Group, ...]) -> list[dict[str, Field]]:
+    """Returns where the fields of `shape.layout(body)` lie, worked out once."""
+    parts, stop = [], 0
+    for fields in shape.layout(body):
+        part = {}
+        for name, sizes in fields.items():
+            start, stop = stop, stop + math.prod(sizes)
+            part[name] = Field(start, stop, sizes)
+        parts.append(part)
+    return parts
 
 
 def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -87,27 +97,31 @@ def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray)
     packed = np.zeros(shape.size(plan.body), np.int32)
     *parts, sampled = shape.unpack(plan.body, packed)
     first_token = 0
-    where: dict[int, int] = {}  # row -> index of the token whose hidden state is sampled
+    sampled["sample_row_S"][:] = shape.num_rows
+    sampled["sample_row_S"][: len(plan.sampled)] = [row for _, row in plan.sampled]
+    indexes = sampled["sample_index_S"][: len(plan.sampled)]
     for group, part in zip(plan.body, parts, strict=True):
         part["row_B"][:] = shape.num_rows
         if group.kind == "chunk":
-            pack_pieces(plan, group, part, shape, tables, lengths, first_token, where)
+            pack_pieces(plan, group, part, shape, tables, lengths)
+            indexes[: -len(plan.decodes) or None] = [
+                first_token + index * group.width + piece.stop - piece.start - 1
+                for index, piece in enumerate(plan.pieces)
+                if piece.samples
+            ]
         else:
             assert group.kind == "decode", "the scheduler plans no tree rows yet"
-            rows = [decode.row for decode in plan.decodes]
-            part["row_B"][: len(rows)] = rows
-            part["table_GBJ"][:, : len(rows)] = tables[:, rows]
-            where |= {row: first_token + index for index, row in enumerate(rows)}
+            count = len(plan.decodes)
+            rows = sampled["sample_row_S"][len(plan.sampled) - count :][:count]
+            part["row_B"][:count] = rows
+            part["table_GBJ"][:, :count] = tables[:, rows]
+            indexes[len(indexes) - count :] = np.arange(first_token, first_token + count)
         first_token += group.rows * group.width
-    sampled["sample_row_S"][:] = shape.num_rows
-    for index, (_, row) in enumerate(plan.sampled):
-        sampled["sample_index_S"][index] = where[row]
-        sampled["sample_row_S"][index] = row
     return packed
 
 
-def pack_pieces(plan, group, part, shape, tables, lengths, first_token, where) -> None:
-    """Writes the plan's pieces into a chunk group's fields, and their sampled tokens to `where`."""
+def pack_pieces(plan, group, part, shape, tables, lengths) -> None:
+    """Writes the plan's pieces into a chunk group's fields."""
     part["settle_B"][:] = shape.num_rows
     last_of_row = {piece.row: index for index, piece in enumerate(plan.pieces)}
     for index, piece in enumerate(plan.pieces):
@@ -124,8 +138,6 @@ def pack_pieces(plan, group, part, shape, tables, lengths, first_token, where) -
         if last_of_row[row] == index:
             part["settle_B"][index] = row
             pack_settings(part, index, request, piece.stop)
-        if piece.samples:
-            where[row] = first_token + index * group.width + count - 1
 
 
 def pack_settings(part: Mapping[str, np.ndarray], index: int, request: Request, stop: int) -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes that programs are compiled for: few, coarse, and always enough."""
 
+import functools
 from typing import Literal, NamedTuple
 
 MAX_BODIES = 16
 MAX_HEADS = 8
-_MAX_DECODE_ROWS = 6
-_MAX_WIDTH = 64
+_DECODE_ROWS = 6  # row counts of decodes alone
+_MAX_WIDTH = 32  # wider pieces waste the rest of short prompts, and are no faster for long ones
 _NARROW = 16  # a short prompt's chunk
 _LEAST_PIECES = 4  # so that short prompts share a step also under a small budget
 _SCORE_ROWS = 64
@@ -45,14 +46,14 @@ def _unique(values) -> tuple:
     return tuple(dict.fromkeys(values))
 
 
-def _decode_rows(most: int) -> tuple[int, ...]:
+def _spread(most: int, count: int) -> tuple[int, ...]:
     """Returns powers of two up to `most`, and `most`; evenly thinned out if they are too many."""
     rows = [1 << e for e in range(most.bit_length()) if 1 << e < most] + [most]
     last = len(rows) - 1
-    if last < _MAX_DECODE_ROWS:
+    if last < count:
         return tuple(rows)
-    steps = _MAX_DECODE_ROWS - 1
-    return tuple(rows[(2 * i * last + steps) // (2 * steps)] for i in range(_MAX_DECODE_ROWS))
+    steps = count - 1
+    return tuple(rows[(2 * i * last + steps) // (2 * steps)] for i in range(count))
 
 
 class Ladder:
@@ -88,19 +89,20 @@ class Ladder:
             self.head_rows: tuple[int, ...] = (self.rows,)
             return
         few = _power_above(-(-self.rows // 4))
-        wide = [
-            Group("chunk", rows, self.width)
-            for rows in _unique([1, max(1, self.pieces // 2), self.pieces])
-        ]
-        alone = [Group("chunk", 1, min(_NARROW, self.width)), *wide]
-        decodes = [Group("decode", rows, 1) for rows in _decode_rows(self.rows)]
-        mixed = [
-            (chunk, Group("decode", rows, 1))
-            for rows in _unique([self.rows] if repeats else [few, self.rows])
-            for chunk in wide
-        ]
-        self.bodies = _unique([*((g,) for g in [*decodes, *alone]), *mixed])
         self.head_rows = _unique([1, few, self.rows])
+        decodes = [Group("decode", rows, 1) for rows in _spread(self.rows, _DECODE_ROWS)]
+        alone = [Group("chunk", rows, self.width) for rows in _spread(-(-self.pieces // 4), 3)]
+        alone.insert(0, Group("chunk", 1, min(_NARROW, self.width)))
+        mixed = [
+            (Group("chunk", chunks, self.width), Group("decode", rows, 1))
+            for rows in _unique([self.rows] if repeats else [few, self.rows])
+            for chunks in _unique([max(1, self.pieces // n) for n in (8, 2, 1)])
+        ]
+        bodies = _unique([*((g,) for g in [*decodes, *alone]), *mixed])
+        # Where no more fit, the larger chunks run beside a few decodes of nobody.
+        large = [(Group("chunk", max(1, self.pieces // n), self.width),) for n in (1, 2)]
+        room = MAX_BODIES - len(bodies) - (len(self.head_rows) if repeats else 0)
+        self.bodies = _unique([*bodies, *large[:room]])
         if repeats:
             self.repeats = tuple((Group("decode", rows, 1),) for rows in self.head_rows)
         count = len(self.bodies) + len(self.repeats)
@@ -111,13 +113,19 @@ class Ladder:
 
         Raises ValueError, naming the limits, when the step is outside of them.
         """
-        covering = [body for body in self.bodies if _covers(body, decodes, pieces, widest)]
-        if not covering:
-            raise ValueError(
-                f"no body for {decodes} decodes and {pieces} pieces of up to {widest} tokens; "
-                f"plan at most {self.rows} decodes and {self.pieces} pieces of {self.width}"
-            )
-        return min(covering, key=lambda body: sum(g.rows * g.width for g in body))
+        for body, (decode_rows, chunk_rows, width) in self._by_size.items():
+            if decodes <= decode_rows and pieces <= chunk_rows and widest <= width:
+                return body
+        raise ValueError(
+            f"no body for {decodes} decodes and {pieces} pieces of up to {widest} tokens; "
+            f"plan at most {self.rows} decodes and {self.pieces} pieces of {self.width}"
+        )
+
+    @functools.cached_property
+    def _by_size(self) -> dict[Body, tuple[int, int, int]]:
+        """The bodies from the one of fewest tokens on: decodes, pieces and their width."""
+        ordered = sorted(self.bodies, key=lambda body: sum(g.rows * g.width for g in body))
+        return {body: _capacity(body) for body in ordered}
 
     def choose_repeat(self, decodes: int) -> Body | None:
         """Returns the least body for so many decodes that runs several steps, if there is one."""
@@ -136,9 +144,9 @@ class Ladder:
         return heads
 
 
-def _covers(body: Body, decodes: int, pieces: int, widest: int) -> bool:
+def _capacity(body: Body) -> tuple[int, int, int]:
+    """Returns a body's most decodes, most pieces, and their most tokens."""
     has = {group.kind: group for group in body}
-    decode, chunk = has.get("decode"), has.get("chunk")
-    return (decodes == 0 or (decode is not None and decode.rows >= decodes)) and (
-        pieces == 0 or (chunk is not None and chunk.rows >= pieces and chunk.width >= widest)
-    )
+    nothing = Group("chunk", 0, 0)
+    chunk = has.get("chunk", nothing)
+    return has.get("decode", nothing).rows, chunk.rows, chunk.width

@@ -7,7 +7,6 @@ no part: what its last bytes began, the output's bytes do not complete.
 
 import codecs
 import functools
-import itertools
 import json
 import re
 
@@ -48,11 +47,11 @@ class Detokenizer:
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
-    def push(self, token_ids: list[int]) -> str:
-        """Returns the text that these next ids complete; empty while a character is unfinished."""
-        spoken = [i for i in token_ids if i not in self._skipped]
-        pieces = [(i, piece) for i in spoken if (piece := self._piece_of(i)) is not None]
-        return self._keep(self._reader.read(pieces) if pieces else "")
+    def push(self, token_id: int) -> str:
+        """Returns the text that the next id completes; empty while a character is unfinished."""
+        if token_id in self._skipped or (piece := self._piece_of(token_id)) is None:
+            return ""
+        return self._keep(self._reader.read(token_id, piece))
 
     def finish(self) -> str:
         """Returns what is left: the text of an unfinished tail, with U+FFFD for what lacks."""
@@ -78,13 +77,14 @@ class ByteReader:
     def __init__(self):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def read(self, pieces: list[tuple[int, str]]) -> str:
-        return self._decoder.decode(b"".join(piece_bytes(piece) for _, piece in pieces))
+    def read(self, _: int, piece: str) -> str:
+        return self._decoder.decode(piece_bytes(piece))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
+@functools.lru_cache(maxsize=1 << 18)
 def piece_bytes(piece: str) -> bytes:
     """Returns the bytes that a piece spells; an added token may be plain text instead."""
     if all(character in BYTE_OF for character in piece):
@@ -106,15 +106,9 @@ class PieceReader:
         self._context_text = ""
         self._waiting: list[int] = []  # a run of byte pieces
 
-    def read(self, pieces: list[tuple[int, str]]) -> str:
-        self._waiting += [token_id for token_id, _ in pieces]
-        run = itertools.takewhile(BYTE_PIECE.fullmatch, (piece for _, piece in reversed(pieces)))
-        length = sum(1 for _ in run)
-        if length == len(pieces):
-            return ""
-        end = len(self._waiting) - length
-        ready, self._waiting = self._waiting[:end], self._waiting[end:]
-        return self._advance(ready)
+    def read(self, token_id: int, piece: str) -> str:
+        self._waiting.append(token_id)
+        return "" if BYTE_PIECE.fullmatch(piece) else self.finish()
 
     def finish(self) -> str:
         ids, self._waiting = self._waiting, []

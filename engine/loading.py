@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from checkpoints import open_checkpoint
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.load import Source, Target, check_parameters, load_parameters
+from checkpoints.load import Source, Target, check_parameters, load_parameters, warn_of_unused
 from checkpoints.tokenizer import Tokenizer
 from engine.log import logger
 from engine.models import FAMILIES
@@ -149,9 +149,14 @@ def stored_dtype(checkpoint: Checkpoint) -> np.dtype:
 
 
 def check_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> None:
-    """Raises ValueError naming every missing or mis-shaped tensor, without reading any."""
+    """Raises ValueError naming every missing or mis-shaped tensor, without reading any.
+
+    Tensors that no parameter needs are reported in one warning.
+    """
     sources, targets, _ = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
     check_parameters(model.checkpoint, sources, targets)
+    ignored = {HEAD_TENSOR[model.checkpoint.kind]} if model.config.tied_embeddings else set()
+    warn_of_unused(model.checkpoint, sources, ignored)
 
 
 def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> Any:
@@ -160,8 +165,7 @@ def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stack
     Raises ValueError as `check_model` does, before device memory is taken.
     """
     sources, targets, treedef = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
-    ignored = {HEAD_TENSOR[model.checkpoint.kind]} if model.config.tied_embeddings else set()
-    loaded = load_parameters(model.checkpoint, sources, targets, ignored)
+    loaded = load_parameters(model.checkpoint, sources, targets)
     return jax.tree.unflatten(treedef, [loaded[name] for name in targets])
 
 

@@ -96,7 +96,7 @@ def count_tokens(tables: Tables, row_B: jax.Array, token_B: jax.Array) -> Tables
 
 
 def set_row(tables: Tables, packed: jax.Array) -> Tables:
-    """Returns the tables with one row as `engine.batch.pack_row` packed it."""
+    """Returns the tables with one row as `engine.batch.pack_tables` packed it."""
     V = tables.bias_RV.shape[1]
     sizes = (1, V, V, BAD_WORDS * BAD_WORD_TOKENS, BAD_WORD_TOKENS - 1)
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes) - 1)]

@@ -2,6 +2,7 @@
 """A step as the scheduler decides it: a frozen Plan, and the draft that it grows from."""
 
 import dataclasses
+from typing import NamedTuple
 
 from engine.buckets import Body
 from engine.request import Request
@@ -27,8 +28,7 @@ class Piece:
     scores: tuple[int, int] | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(NamedTuple):
     """One more token of a row whose last token is on the device."""
 
     request: Request

@@ -170,6 +170,10 @@ def some(continuation: list[int]) -> list[int]:
 
 def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
     """Returns the ids as plain integers; raises naming the first that is none or out of range."""
+    # Nearly always they are: the whole list is looked at before its items.
+    if type(ids) is list and set(map(type, ids)) <= {int}:
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            return list(ids)
     checked = []
     for place, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int | np.integer):

@@ -27,8 +27,9 @@ class Request:
                                                        known           length
         0 ................. computed (KV stored or planned) ...........|
 
-    Invariants: computed <= length <= limit; a request that decodes has computed == length - 1;
-    one that runs chunks has computed < target == known and nothing in flight.
+    Invariants: computed <= length <= limit; once its chunks are planned, a request that is not only
+    scored has computed == length - 1; one that runs chunks has computed < target == known and
+    nothing in flight.
     """
 
     prompt_token_ids: list[int]
@@ -41,12 +42,14 @@ class Request:
     sample: int = 0  # which of the outputs of one prompt
     scored_from: int = 0  # the first prompt position whose next token's log-probability is wanted
     wants_hidden: bool = False  # the prompt's hidden states are part of the result
+    wants_scores: bool = False  # of prompt positions only the token's own log-probability is kept
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
 
     computed: int = 0
     in_flight: int = 0  # tokens sampled by planned steps and not read yet
     target: int = 0  # tokens that run as chunks before the row decodes: `known` at admission
     scored: int = 0  # prompt positions whose log-probabilities are planned; kept on preemption
+    quiet_cells: int = 0  # up to so many cells, decodes take no page and leave none
     row: int | None = None
     pages: list[list[int]] = dataclasses.field(default_factory=list)  # [group][place]; 0: freed
     status: Status = Status.WAITING
@@ -109,12 +112,12 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether its next step is a decode."""
-        return self.computed >= self.target and self.length < self.limit
+        return self.target <= self.computed < self.limit - 1
 
     def restart(self, num_tokens: int) -> None:
         """Goes back to waiting with its first `num_tokens` output tokens; nothing is computed."""
         del self.output_token_ids[num_tokens:]
-        self.computed = self.in_flight = self.target = 0
+        self.computed = self.in_flight = self.target = self.quiet_cells = 0
         self.scored = self.scored_from
         self.row, self.pages, self.status = None, [], Status.WAITING
         self.finish_reason = self.stop_reason = self.blocked_since = None
@@ -176,3 +179,11 @@ class RequestOutput:
     finished: bool
     seed: int
     hidden_states: "np.ndarray | None" = None  # float32 [T, width], of `llm.encode`
+    scores: "list[ScoredToken] | None" = None  # of `llm.score`
+
+
+class ScoredToken(NamedTuple):
+    """A prompt token's log-probability, and whether greedy decoding would have said it."""
+
+    logprob: float
+    is_greedy: bool

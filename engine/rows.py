@@ -134,6 +134,7 @@ class Rows:
             if places > held:
                 pages += self._pool.take(_PARTITION, group, places - held)
                 self.tables[group, row, held:places] = pages[held:]
+        self._set_quiet(request)
 
     def drop_passed(self, request: Request) -> None:
         """Frees the windowed pages that no query from `request.computed` on can see.
@@ -150,10 +151,24 @@ class Rows:
                 pages[passed:first] = [NULL_PAGE] * (first - passed)
                 self.tables[group, row, passed:first] = NULL_PAGE
                 self._passed[group][row] = first
+        self._set_quiet(request)
+
+    def _set_quiet(self, request: Request) -> None:
+        """Notes up to which length the row's decodes fit its pages and see all of them."""
+        row, size = request.running_row, self._page_size
+        cells = min(len(pages) for pages in request.pages) * size
+        for group, passed in zip(self._groups, self._passed, strict=True):
+            if group.window is not None:
+                cells = min(cells, (passed[row] + 1) * size + group.window - 1)
+        request.quiet_cells = cells
 
     def set_lengths(self, request: Request) -> None:
         """Brings the lengths of the row up to what is computed."""
         self.lengths[:, request.running_row] = request.computed
+
+    def grow(self, rows: Sequence[int], cells: int) -> None:
+        """Adds `cells` cells to the lengths of the rows."""
+        self.lengths[:, rows] += cells
 
     def close(self, request: Request) -> None:
         """Frees the row and pages of `request`.
@@ -168,5 +183,6 @@ class Rows:
             self._passed[group][row] = 0
         self.lengths[:, row] = 0
         request.pages = [[] for _ in self._groups]
+        request.quiet_cells = 0
         request.row = None
         self._free_rows.append(row)

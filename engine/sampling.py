@@ -6,7 +6,7 @@ Letters: B rows, V vocabulary, C candidates, K blocks of the vocabulary, S ids o
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,19 @@ class Logprobs(NamedTuple):
 
 def argmax(logits_BV: jax.Array) -> jax.Array:
     """Returns the id of the highest logit of each row, the lowest id where several tie."""
+    return jax.lax.platform_dependent(logits_BV, cpu=_argmax_of_blocks, default=_argmax_of_all)
+
+
+def _argmax_of_all(logits_BV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+
+def _argmax_of_blocks(logits_BV: jax.Array) -> jax.Array:
+    """The first block with the highest maximum, then in the block: four times as fast on CPU."""
+    logits_BKS = blocks(logits_BV, -jnp.inf)
+    block_B = _argmax_of_all(logits_BKS.max(axis=-1))
+    logits_BS = jnp.take_along_axis(logits_BKS, block_B[:, None, None], axis=1)[:, 0]
+    return jnp.minimum(block_B * BLOCK + _argmax_of_all(logits_BS), logits_BV.shape[1] - 1)
 
 
 def checked(token_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
@@ -109,7 +121,7 @@ def uniform(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array) -> 
     return jax.random.uniform(key, (), jnp.float32)
 
 
-def blocks(values_BV: jax.Array, fill: float) -> jax.Array:
+def blocks(values_BV: jax.Array, fill: Any) -> jax.Array:
     """Returns [B, K, S]: the vocabulary in blocks, the last one filled up."""
     B, V = values_BV.shape
     K = -(-V // BLOCK)
@@ -208,10 +220,23 @@ def search_row(scaled_V: jax.Array, k: jax.Array, p: jax.Array) -> tuple[jax.Arr
     """Returns (value, id) of the last token that top-k and then top-p keep of one row.
 
     By bisection over the values' bits, which for numbers up to 0 grow as the number falls: exact
-    in 31 passes, whatever the values are.
+    in 31 passes for each of the two, whatever the values are.
     """
+    V = scaled_V.shape[0]
     bits_V = jax.lax.bitcast_convert_type(jnp.abs(scaled_V), jnp.int32)
-    mass_V = jnp.exp(scaled_V)
+    most = jnp.int32(0x7F800000)
+    # Sums go by columns first, which is twice as fast on CPU. What fills up counts for nothing.
+    bits_KS = blocks(bits_V[None], most + 1)[0]
+    mass_KS = blocks(jnp.exp(scaled_V)[None], 0.0)[0]
+
+    def total(chosen_KS, each_KS):
+        return jnp.sum(jnp.sum(jnp.where(chosen_KS, each_KS, 0.0), axis=0))
+
+    def count(chosen_KS):
+        return total(chosen_KS, 1.0).astype(jnp.int32)  # exact: there are fewer than 2 ** 24
+
+    def mass(chosen_KS):
+        return total(chosen_KS, mass_KS)
 
     def least(reached):
         """Returns the least bits of which `reached` is true; it is false, then true."""
@@ -222,33 +247,38 @@ def search_row(scaled_V: jax.Array, k: jax.Array, p: jax.Array) -> tuple[jax.Arr
             below = reached(middle)
             return jnp.where(below, low, middle + 1), jnp.where(below, middle, high)
 
-        zero, most = jnp.int32(0), jnp.int32(0x7F800000)
-        return jax.lax.fori_loop(0, 31, halve, (zero, most))[1]
-
-    def mass_until(bits):
-        return jnp.sum(jnp.where(bits_V <= bits, mass_V, 0.0))
-
-    def mass_before(bits):
-        return jnp.sum(jnp.where(bits_V < bits, mass_V, 0.0))
+        return jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), most))[1]
 
     # Top-k ends among the tokens of `edge`, of which it keeps the first `ties`.
-    edge = least(lambda bits: jnp.sum(bits_V <= bits, dtype=jnp.int32) >= k)
-    ties = k - jnp.sum(bits_V < edge, dtype=jnp.int32)
+    edge = jax.lax.cond(
+        k < V, lambda: least(lambda bits: count(bits_KS <= bits) >= k), lambda: bits_V.max()
+    )
+    ties = k - count(bits_KS < edge)
     each = jnp.exp(-jax.lax.bitcast_convert_type(edge, jnp.float32))
-    total = mass_before(edge) + ties.astype(jnp.float32) * each
+    wanted = p * (mass(bits_KS < edge) + ties.astype(jnp.float32) * each)
     # Top-p may end before.
-    wanted = jnp.where(p >= 1.0, jnp.inf, p * total)
-    last = jnp.minimum(least(lambda bits: mass_until(bits) >= wanted), edge)
+    last = jax.lax.cond(
+        p < 1.0, lambda: least(lambda bits: mass(bits_KS <= bits) >= wanted), lambda: edge
+    )
+    last = jnp.minimum(last, edge)
     each = jnp.exp(-jax.lax.bitcast_convert_type(last, jnp.float32))
-    needed = jnp.ceil((wanted - mass_before(last)) / jnp.maximum(each, jnp.finfo(jnp.float32).tiny))
-    most = jnp.where(last == edge, ties, jnp.int32(scaled_V.shape[0])).astype(jnp.float32)
-    count = jnp.clip(needed, 1.0, most).astype(jnp.int32)
-    tied_V = bits_V == last
-    place = jnp.argmax(jnp.cumsum(tied_V, dtype=jnp.int32) >= count).astype(jnp.int32)
-    # Fewer than `count` tie where rounding wanted more: then all of them are kept.
-    everything = jnp.sum(tied_V, dtype=jnp.int32) < count
-    place = jnp.where(everything, scaled_V.shape[0] - 1, place)
+    lacking = jnp.where(p < 1.0, wanted - mass(bits_KS < last), jnp.inf)
+    needed = jnp.ceil(lacking / jnp.maximum(each, jnp.finfo(jnp.float32).tiny))
+    kept = jnp.where(last == edge, ties, jnp.int32(V)).astype(jnp.float32)
+    kept = jnp.clip(needed, 1.0, kept).astype(jnp.int32)
+    tied_KS = bits_KS == last
+    # Fewer than `kept` tie where rounding wanted more: then all of them are kept.
+    place = jnp.where(count(tied_KS) < kept, V - 1, nth(tied_KS, kept))
     return -jax.lax.bitcast_convert_type(last, jnp.float32), place
+
+
+def nth(chosen_KS: jax.Array, n: jax.Array) -> jax.Array:
+    """Returns the place of the `n`-th that is true, n from 1; first its block, then in it."""
+    upto_K = jnp.cumsum(jnp.sum(chosen_KS, axis=1, dtype=jnp.int32))
+    block = jnp.argmax(upto_K >= n).astype(jnp.int32)
+    chosen_S = chosen_KS[block].astype(jnp.int32)
+    before = upto_K[block] - jnp.sum(chosen_S)
+    return block * BLOCK + jnp.argmax(before + jnp.cumsum(chosen_S) >= n).astype(jnp.int32)
 
 
 def logprobs_of(logits_BV: jax.Array, token_B: jax.Array) -> Logprobs:

@@ -167,8 +167,8 @@ class Scheduler:
         draft = Draft(self._budget, self._ladder.pieces)
         if not self._pinned:
             self._plan_decodes(draft)
-        for request in list(self._running.values()):
-            if request.status is Status.RUNNING and request.prefills:
+        for request in [r for r in self._running.values() if r.prefills]:
+            if request.status is Status.RUNNING:
                 self._plan_chunks(draft, request)
         if not draft.preempted:
             self._admit(draft)
@@ -176,44 +176,48 @@ class Scheduler:
             self._plan_decodes(draft)
         return self._commit(draft)
 
-    def update(self, plan: Plan, tokens: Sequence[int]) -> list[Request]:
+    def update(self, plan: Plan, tokens: Sequence[int]) -> list[tuple[Request, int | None]]:
         """Reads the tokens of `plan.sampled`; returns the requests that went on or finished.
 
-        NO_TOKEN for a token ends its request with the reason "error".
+        Beside each is the place of its token in `tokens`, None where it got none. NO_TOKEN for a
+        token ends its request with the reason "error".
         """
-        progressed = {}
-        for (request, _), token in zip(plan.sampled, tokens, strict=True):
+        progressed: list[tuple[Request, int | None]] = []
+        for place, ((request, _), token) in enumerate(zip(plan.sampled, tokens, strict=True)):
             if request.status is Status.FINISHED:
                 continue
-            progressed[request.id] = request
             request.in_flight -= 1
             if token == NO_TOKEN:
                 self.finish(request, "error", NOT_FINITE)
+                progressed.append((request, None))
                 continue
-            request.output_token_ids.append(int(token))
+            request.output_token_ids.append(token)
+            progressed.append((request, place))
             if token in request.end_ids:
-                self.finish(request, "stop", int(token))
+                self.finish(request, "stop", token)
             elif request.known >= request.limit:
                 self.finish(request, request.limit_reason)
         for piece in plan.pieces:
             request = piece.request
             scored = request.scores_only and piece.stop == request.limit
             if scored and request.status is not Status.FINISHED:
-                progressed[request.id] = request
                 self.finish(request, "length")
-        return list(progressed.values())
+                progressed.append((request, None))
+        return progressed
 
     def _plan_decodes(self, draft: Draft) -> None:
-        for request in list(self._running.values()):
-            if request.status is Status.RUNNING and request.decodes:
-                self._plan_decode(draft, request)
+        for request in [r for r in self._running.values() if r.decodes]:
+            if request.computed < request.quiet_cells or self._make_room(draft, request):
+                draft.decodes.append(Decode(request, request.running_row))
+        draft.tokens_left -= len(draft.decodes)
+        assert draft.tokens_left >= 0, "no more rows run than the budget has tokens"
 
-    def _plan_decode(self, draft: Draft, request: Request) -> None:
-        assert draft.tokens_left > 0, "no more rows run than the budget has tokens"
+    def _make_room(self, draft: Draft, request: Request) -> bool:
+        """Returns whether `request` still runs, now with a page for one more cell."""
+        if request.status is not Status.RUNNING:
+            return False  # it was preempted for a row before it
         self._rows.drop_passed(request)
-        if self._reserve(draft, request, request.computed + 1):
-            draft.decodes.append(Decode(request, request.running_row))
-            draft.tokens_left -= 1
+        return self._reserve(draft, request, request.computed + 1)
 
     def _plan_chunks(self, draft: Draft, request: Request) -> None:
         self._rows.drop_passed(request)
@@ -317,18 +321,18 @@ class Scheduler:
         if not draft.decodes and not draft.pieces:
             return None
         sampled = [(p.request, p.row) for p in draft.pieces if p.samples]
-        sampled += [(d.request, d.row) for d in draft.decodes]
+        sampled += draft.decodes
         for piece in draft.pieces:
             piece.request.computed = piece.stop
             if piece.scores is not None:
                 piece.request.scored = piece.scores[1]
             self._rows.set_lengths(piece.request)
         repeat = self._repeat(draft)
-        for decode in draft.decodes:
-            decode.request.computed += repeat
-            self._rows.set_lengths(decode.request)
         for request, _ in sampled:
             request.in_flight += repeat
+        for request, _ in draft.decodes:
+            request.computed += repeat
+        self._rows.grow([row for _, row in draft.decodes], repeat)
         widest = max((piece.stop - piece.start for piece in draft.pieces), default=0)
         decode_rows = len(draft.decodes)
         if self._static and draft.decodes:

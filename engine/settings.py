@@ -4,6 +4,8 @@
 A setting is added by its name and dtype here, its value in `row_settings`, and where it is read.
 """
 
+import struct
+
 import numpy as np
 
 from engine.request import Request
@@ -28,6 +30,8 @@ SETTINGS = {
     "changed": np.int32,  # 1: the row is in the tables of engine/logits.py
     "processed": np.int32,  # 1: log-probabilities are of what tokens are drawn from
 }
+_FORMATS = {np.float32: "f", np.int32: "i", np.uint32: "I"}
+_PACKER = struct.Struct("=" + "".join(_FORMATS[dtype] for dtype in SETTINGS.values()))
 
 
 def row_settings(request: Request) -> np.ndarray:
@@ -48,7 +52,4 @@ def row_settings(request: Request) -> np.ndarray:
         "changed": int(params.changes_logits),
         "processed": int(params.logprobs_mode == "processed"),
     }
-    packed = np.zeros(len(SETTINGS), np.int32)
-    for place, (name, dtype) in enumerate(SETTINGS.items()):
-        packed[place] = np.array(values[name], dtype).view(np.int32)
-    return packed
+    return np.frombuffer(_PACKER.pack(*(values[name] for name in SETTINGS)), np.int32)

@@ -42,10 +42,12 @@ class OutputText:
     def push(self, token_id: int) -> str:
         """Returns what the next token adds to the text."""
         assert self.stop is None, "a stop text ended this output"
-        self._held += self._detokenizer.push([token_id])
+        new = self._detokenizer.push(token_id)
         self._token_ids.append(token_id)
         if not self._params.stop:
-            return self._show(len(self._held))
+            self._shown.append(new)
+            return new
+        self._held += new
         shown = self._search()
         if len(self._token_ids) <= self._params.min_tokens:
             self._exempt = self._num_shown + len(self._held)

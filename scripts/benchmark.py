@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the engine on this machine.
 
-    python -m scripts.benchmark --suite=decode|prefill|startup|peers|serving|sampling|scheduler
+    python -m scripts.benchmark
+        --suite=decode|prefill|startup|peers|serving|sampling|scheduler|steps|scoring
         [--output=F.json] [--charts=FOLDER] [--repeats=N]
         [--peer_python=PYTHON --peer_model=FOLDER --peer_gguf=FILE]
 
 decode: 64 prompt and 64 new tokens a request, all requests at once. peers: the same, beside
 transformers and llama.cpp. prefill: prompt tokens a second. startup: a cold start and warm ones.
 serving: users' requests, with continuous batching, static batches and the peers. sampling: what
-each field costs. scheduler: host time of a step, with no device work. Rounds during
-which other processes used more than 0.1 core are void and done again; serving tells what they used.
+each field costs. scheduler: host time of a step, with no device work. steps: several decode steps
+in one dispatch against one. scoring: choices in one call, and one by one. Rounds during which other
+processes used more than 0.1 core are void and done again; serving tells what they used.
 """
 
 import contextlib
@@ -21,7 +23,17 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from absl import flags
 
 from engine.config import EngineConfig
-from scripts.benchmarks import decode, pools, prefill, sampling, scheduler, serving, startup
+from scripts.benchmarks import (
+    decode,
+    multistep,
+    pools,
+    prefill,
+    sampling,
+    scheduler,
+    scoring,
+    serving,
+    startup,
+)
 from scripts.benchmarks.machine import about_machine
 from scripts.benchmarks.report import Chart, Table, draw_charts, find_matplotlib, print_tables
 from scripts.benchmarks.settings import Settings, define_flags, read_settings
@@ -51,6 +63,8 @@ SUITES = {
     "serving": Suite(serving.measure, serving.tables, serving.charts, "perhaps"),
     "sampling": Suite(sampling.measure, sampling.tables, sampling.charts, "never"),
     "scheduler": Suite(scheduler.measure, scheduler.tables, scheduler.charts, "never"),
+    "steps": Suite(multistep.measure, multistep.tables, multistep.charts, "never"),
+    "scoring": Suite(scoring.measure, scoring.tables, scoring.charts, "never"),
 }
 POOLS = Suite(pools.measure, pools.tables, pools.charts, "never")
 

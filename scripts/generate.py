@@ -2,12 +2,13 @@
 """Generates text from prompts.
 
     python -m scripts.generate --model=M (--prompt=TEXT ... | --input=F.jsonl|F.txt|-)
-        [--chat | --score] [--output=F.jsonl] [--report=F.json]
+        [--chat | --score | --embed] [--output=F.jsonl] [--report=F.json]
     python -m scripts.generate --model=M --explain
 
 Without --output the texts are streamed to stdout; a summary goes to stderr. Interrupted, it writes
 what is finished. A line of F.jsonl is {"prompt": text or ids}, {"messages": [...]} for a chat, or,
 with --score, {"context": ..., "continuation": ...}; and any sampling field, which wins over flags.
+With --embed, each prompt gives a vector.
 """
 
 import contextlib
@@ -20,10 +21,9 @@ from typing import Any, NoReturn, Protocol
 from absl import flags
 
 from engine import LLM, RequestOutput
-from engine.api import Samples, merge_samples
+from engine.api import POOLINGS, Samples, merge_samples
 from engine.config import EngineConfig
 from engine.metrics import summarize
-from engine.request import CompletionOutput, Logprob
 from scripts.command_line import (
     ENGINE_OPTIONS,
     Interrupted,
@@ -36,8 +36,11 @@ from scripts.command_line import (
     usage_errors,
 )
 from scripts.explain import explain
-from scripts.prompts import Row, read_rows
+from scripts.prompts import UNSAMPLED, Row, read_rows
+from scripts.results import print_summary, result_row
 from scripts.sampling_flags import define_sampling_flags, given_fields
+
+MODES = ("chat", "score", "embed")
 
 
 def define_flags() -> flags.FlagValues:
@@ -57,6 +60,11 @@ def define_flags() -> flags.FlagValues:
     text("report", "Where to write the summary, as JSON.")
     switch("chat", False, "A prompt is what the user says; lines may have messages.")
     switch("score", False, "Lines have a context and a continuation, whose tokens are scored.")
+    switch("embed", False, "Write a vector a prompt, of its hidden states.")
+    flags.DEFINE_enum(
+        "pooling", "mean", list(POOLINGS), "embed: of which states.", flag_values=values
+    )
+    switch("normalize", False, "embed: make each vector's length 1.")
     switch("explain", False, "Print the plan: model, memory, pages, programs; then end.")
     switch("progress", True, "Show progress with --output.")
     return values
@@ -76,14 +84,12 @@ def main() -> None:
     options = given(FLAGS, ENGINE_OPTIONS)
     with usage_errors():
         EngineConfig(model=model, **options)
-    if FLAGS.chat and FLAGS.score:
-        raise UsageError("--chat and --score do not go together; give one of them")
+    mode = chosen_mode()
     if FLAGS.explain:
         with usage_errors():
             print("\n".join(explain(LLM(model, **options))))
         return
-    mode = "chat" if FLAGS.chat else "score" if FLAGS.score else "prompt"
-    rows = read_rows(FLAGS.prompt, FLAGS.input, given_fields(FLAGS), mode)
+    rows = read_rows(FLAGS.prompt, FLAGS.input, sampling_fields(mode), mode)
     with contextlib.ExitStack() as files:
         # Opened before the model, so that a wrong path costs no work.
         results = (
@@ -98,8 +104,9 @@ def main() -> None:
             with usage_errors():
                 llm = LLM(model, **options)
         start_s = time.monotonic() - started
-        if FLAGS.score:
-            write_scores(llm, rows, results or sys.stdout)
+        if mode in UNSAMPLED:
+            write = write_scores if mode == "score" else write_vectors
+            write(llm, [row.asked for row in rows], results or sys.stdout)
             return
         outputs = run_rows(llm, rows, results) if llm is not None else {}
         figures = summarize(list(outputs.values()), time.monotonic() - started - start_s)
@@ -110,6 +117,28 @@ def main() -> None:
             summary.write(to_json(whole | {"summary": figures, "engine": stats}) + "\n")
     if len(outputs) < len(rows):
         raise Interrupted(f"{len(outputs)} of {len(rows)} requests were finished")
+
+
+def chosen_mode() -> str:
+    """Returns what the flags ask for: "prompt", or one of MODES."""
+    asked = [mode for mode in MODES if FLAGS[mode].value]
+    if len(asked) > 1:
+        names = " and ".join(f"--{mode}" for mode in asked)
+        raise UsageError(f"{names} do not go together; give one of them")
+    mode = asked[0] if asked else "prompt"
+    if FLAGS.report and mode in UNSAMPLED:
+        raise UsageError(f"--report is of generated text; leave it out with --{mode}")
+    return mode
+
+
+def sampling_fields(mode: str) -> dict[str, Any]:
+    """Returns the sampling fields of the flags; raises UsageError where none plays a part."""
+    fields = given_fields(FLAGS)
+    if mode not in UNSAMPLED:
+        return fields
+    if asked := [name for name in fields if FLAGS[name].present]:
+        raise UsageError(f"--{asked[0]} plays no part with --{mode}; leave it out")
+    return {}
 
 
 def run_rows(llm: LLM, rows: Sequence[Row], results: Writer | None) -> dict[int, RequestOutput]:
@@ -123,7 +152,8 @@ def run_rows(llm: LLM, rows: Sequence[Row], results: Writer | None) -> dict[int,
         for index, (requests, text) in enumerate(prepared):
             for request in requests:
                 with usage_errors(f"prompt {index}: "):
-                    running[llm.engine.add_request(request, text)] = index
+                    added = llm.engine.add_request(request, text, streams=shown is not None)
+                    running[added] = index
         while running:
             for delta in llm.engine.step():
                 index = running[delta.request_id]
@@ -203,67 +233,22 @@ def said(row: Row) -> str:
     return f"{row.asked}"
 
 
-def write_scores(llm: LLM | None, rows: Sequence[Row], results: Writer) -> None:
+def write_scores(llm: LLM | None, pairs: list[Any], results: Writer) -> None:
     """Writes one line a pair: its tokens, their log-probabilities, the sum, and if it is greedy."""
     with usage_errors():
-        scores = llm.score([row.asked for row in rows], FLAGS.progress) if llm else []
+        scores = llm.score(pairs, FLAGS.progress) if llm else []
     for index, score in enumerate(scores):
         results.write(to_json({"index": index, **dataclasses.asdict(score)}) + "\n")
 
 
-def result_row(index: int, row: Row, result: RequestOutput) -> dict[str, Any]:
-    """Returns the output row of one request; of several outputs, each has a place in "outputs"."""
-    key = "messages" if row.kind == "chat" else "prompt"
-    fields: dict[str, Any] = {"index": index, key: row.asked}
-    completions = [completion_row(completion) for completion in result.outputs]
-    fields |= completions[0] if len(completions) == 1 else {"outputs": completions}
-    if result.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = [position_row(position) for position in result.prompt_logprobs]
-    fields["seed"] = result.seed
-    if result.metrics is not None:
-        fields["metrics"] = dataclasses.asdict(result.metrics)
-    return fields
-
-
-def completion_row(completion: CompletionOutput) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-    if completion.logprobs is not None:
-        fields["logprobs"] = [position_row(position) for position in completion.logprobs]
-    return fields
-
-
-def position_row(position: dict[int, Logprob] | None) -> dict[str, dict[str, Any]] | None:
-    """Returns one position's log-probabilities as JSON has them: ids are text, records objects."""
-    if position is None:
-        return None
-    return {str(token): entry._asdict() for token, entry in position.items()}
-
-
-def print_summary(figures: dict[str, Any], stats: dict[str, Any], start_s: float) -> None:
-    """Prints a run's figures to stderr; a figure without data is a dash."""
-
-    def shown(value: float | None, unit: str, scale: float = 1) -> str:
-        return "-" if value is None else f"{value * scale:.1f} {unit}"
-
-    def spread(name: str) -> str:
-        return ", ".join(
-            f"{share} {shown(value, 'ms', 1000)}" for share, value in figures[name].items()
-        )
-
-    lines = [
-        f"{figures['requests']} requests, {figures['failed']} failed; "
-        f"{figures['prompt_tokens']} prompt and {figures['output_tokens']} output tokens "
-        f"in {figures['elapsed_s']:.1f} s: {shown(figures['output_tokens_per_s'], 'tokens/s')}",
-        f"TTFT {spread('ttft_s')}; TPOT {spread('tpot_s')}",
-        f"started in {start_s:.1f} s; {stats.get('programs_compiled', 0)} programs compiled, "
-        f"{stats.get('programs_loaded', 0)} loaded",
-    ]
-    print("\n".join(lines), file=sys.stderr)
+def write_vectors(llm: LLM | None, prompts: list[Any], results: Writer) -> None:
+    """Writes one line a prompt: its vector."""
+    if llm is None:
+        return
+    with usage_errors():
+        vectors = llm.embed(prompts, FLAGS.pooling, FLAGS.normalize, FLAGS.progress)
+    for index, vector in enumerate(vectors):
+        results.write(to_json({"index": index, "embedding": vector.tolist()}) + "\n")
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:

@@ -17,6 +17,14 @@ KINDS = {
     "chat": (("messages",), '{"messages": [{"role": "user", "content": "..."}]}'),
     "score": (("context", "continuation"), '{"context": "...", "continuation": "..."}'),
 }
+# What a row may ask for in each mode.
+ALLOWED = {
+    "prompt": ("prompt", "chat"),
+    "chat": ("prompt", "chat"),
+    "score": ("score",),
+    "embed": ("prompt",),
+}
+UNSAMPLED = ("score", "embed")  # modes in which no token is drawn
 TEMPLATE_KEYS = ("tools", "documents", "chat_template_kwargs")
 
 
@@ -42,7 +50,8 @@ def read_rows(
     A file ending in .jsonl has one object a line, and its sampling fields win over the flags; blank
     lines are passed over. One ending in .txt has one prompt a line. "-" is standard input: objects
     if the first line begins with "{", else prompts. `mode`: "prompt", "chat" (a prompt is what the
-    user says; lines may have messages) or "score" (lines have a context and a continuation).
+    user says; lines may have messages), "score" (lines have a context and a continuation) or
+    "embed"; the last two have no sampling fields.
     Raises UsageError naming the line.
     """
     if (prompts is None) == (source is None):
@@ -104,7 +113,7 @@ def is_jsonl(source: str, lines: list[str]) -> bool:
 
 def parse_row(line: str, fields: dict[str, Any], mode: str, where: str) -> Row:
     """Returns the row of one line of JSON; `where` names it in errors."""
-    form = KINDS[mode][1]
+    form = KINDS[mode if mode in KINDS else "prompt"][1]
     try:
         row = json.loads(line, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -116,14 +125,15 @@ def parse_row(line: str, fields: dict[str, Any], mode: str, where: str) -> Row:
         ) from error
     keys_of = row if isinstance(row, dict) else {}
     kinds = [kind for kind, (keys, _) in KINDS.items() if all(key in keys_of for key in keys)]
-    allowed = ["score"] if mode == "score" else ["prompt", "chat"]
-    if len(kinds) != 1 or kinds[0] not in allowed:
-        keys = '"prompt": text or a list of ids' if mode == "prompt" else form
+    if len(kinds) != 1 or kinds[0] not in ALLOWED[mode]:
+        keys = '"prompt": text or a list of ids' if mode in ("prompt", "embed") else form
         raise UsageError(f"{where} must be an object with {keys}")
     [kind] = kinds
     asked = checked_ask(kind, [row.pop(key) for key in KINDS[kind][0]], mode, where)
     kind = "chat" if mode == "chat" and kind == "prompt" else kind
     template = take_template(row, where) if kind == "chat" else {}
+    if row and mode in UNSAMPLED:
+        raise UsageError(f"{where}: {next(iter(row))!r} plays no part with --{mode}; leave it out")
     with usage_errors(f"{where}: "):
         SamplingParams.from_dict(fields | row)
     return Row(kind, asked, fields | row, template)

@@ -20,7 +20,7 @@ FLOORS = [
     ["engine.kv", "engine.layers", "engine.logits", "engine.sampling", "engine.strict"],
     ["engine.models"],
     ["engine.batch", "engine.state", "engine.step", "engine.loading", "engine.export"],
-    ["engine.prompts"],
+    ["engine.prompts", "engine.results"],
     ["engine.program_store", "engine.programs"],
     ["engine.memory"],
     ["engine.loop"],

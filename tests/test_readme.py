@@ -63,5 +63,7 @@ def test_every_suite_is_in_the_table():
         "serving",
         "sampling",
         "scheduler",
+        "steps",
+        "scoring",
     ]
     assert set(SUITES) == set(re.findall(r"^\| `(\w+)` \|", text, flags=re.M))

@@ -11,6 +11,7 @@ from scripts.benchmarks.report import Chart, Table, shown
 from scripts.benchmarks.rounds import Figures, Run, median_ratio, medians, quiet_rounds
 from scripts.benchmarks.settings import Settings
 from scripts.benchmarks.workload import decode_figures, workload_prompts
+from scripts.command_line import UsageError
 
 PROMPT_TOKENS = 16
 NEW_TOKENS = 24
@@ -42,6 +43,9 @@ MIXED_FIELDS = [fields for name, fields in FIELDS.items() if name != "logprobs 5
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Returns the figures of each field at each number of requests."""
+    names = [*FIELDS, MIXED]
+    if unknown := [name for name in settings.fields if name not in names]:
+        raise UsageError(f"--fields={unknown[0]} is unknown; the fields are {', '.join(names)}")
     llm = settings.load_rows(max(settings.counts))
     return {"sampling": [measure_fields(settings, llm, count) for count in settings.counts]}
 
@@ -51,8 +55,11 @@ def measure_fields(settings: Settings, llm: LLM, count: int) -> dict[str, Any]:
     prompts = workload_prompts(count, llm.model_config.vocab_size, PROMPT_TOKENS)
     batches = {name: [fields] * count for name, fields in FIELDS.items()}
     batches[MIXED] = [MIXED_FIELDS[row % len(MIXED_FIELDS)] for row in range(count)]
+    wanted = {GREEDY, *(settings.fields or batches)}
     runs: dict[str, Run] = {
-        name: partial(run_fields, llm, prompts, batch) for name, batch in batches.items()
+        name: partial(run_fields, llm, prompts, batch)
+        for name, batch in batches.items()
+        if name in wanted
     }
     for run in runs.values():
         run()  # warms up

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The suite scheduler: host time of a step, with programs of no work in the device's place.
 
-The engine, its scheduler, packing and delivery are the real ones, and so is the tree of the model's
-parameters, each of one number. The stand-ins take and return what a body and a head do.
+The engine, its scheduler, packing, delivery and tokenizer are the real ones, and so is the tree of
+the model's parameters, each of one number. The stand-ins take and return what a body and a head do.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints import store
+from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape
 from engine.buckets import Ladder
 from engine.kv import kv_layout
@@ -39,8 +40,11 @@ from sharding import TENSOR_PARALLEL, make_mesh
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 16
 STEPS = 200
+# Results at the end, as `generate` gives them, or text at every token.
+KINDS = {"whole": False, "streamed": True}
 PAGE_SIZE = 16
 BUDGET = 512
+TOKEN = 1000  # what every row says; a word
 
 
 @dataclasses.dataclass
@@ -85,7 +89,7 @@ class StandIns(Mapping):
         """Returns the stand-in of a head of so many rows."""
         if rows not in self._heads:
             self._heads[rows] = jax.jit(
-                lambda params, state, hidden: (state, (jnp.full((rows,), 5, jnp.int32), None)),
+                lambda params, state, hidden: (state, (jnp.full((rows,), TOKEN, jnp.int32), None)),
                 donate_argnums=1,
             )
         return self._heads[rows]
@@ -115,21 +119,37 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Returns the figures at each number of running rows."""
     with usage_errors():
         model = open_model(store.resolve(settings.model))
-    benches = {rows: make_bench(model.config, rows) for rows in ROWS}
-    for bench in benches.values():
-        run_steps(bench)  # warms up
-    runs: dict[str, Run] = {str(rows): partial(run_steps, bench) for rows, bench in benches.items()}
+    benches = {rows: make_bench(model.config, model.tokenizer, rows) for rows in ROWS}
+    runs: dict[str, Run] = {
+        f"{rows} {name}": partial(run_steps, bench, streams)
+        for rows, bench in benches.items()
+        for name, streams in KINDS.items()
+    }
+    for run in runs.values():
+        run()  # warms up
     rounds, void = quiet_rounds(runs, [os.getpid()], settings.repeats or 5, settings.most_void)
-    rows = [{"rows": rows, **medians([r[str(rows)] for r in rounds])} for rows in ROWS]
-    hosts = [{count: r[str(count)]["host_s"] for count in ROWS} for r in rounds]
-    growth = [
-        statistics.median((host[high] - host[32]) / (high - 32) for host in hosts)
-        for high in (64, 128, 256)
+    rows = [
+        {"rows": rows, "kind": name, **medians([r[f"{rows} {name}"] for r in rounds])}
+        for name in KINDS
+        for rows in ROWS
     ]
-    return {"scheduler": rows, "row_s": max(growth), "void": void, "rounds": rounds}
+    growth = {name: most_growth(rounds, name) for name in KINDS}
+    return {"scheduler": rows, "row_s": growth, "void": void, "rounds": rounds}
 
 
-def make_bench(config: Any, rows: int) -> Bench:
+def most_growth(rounds: list[dict[str, Figures]], kind: str) -> float:
+    """Returns the most host time that a row adds to a step, from 32 rows on: medians."""
+    return max(
+        statistics.median(
+            (figures[f"{rows} {kind}"]["host_s"] - figures[f"32 {kind}"]["host_s"]) / (rows - 32)
+            for figures in rounds
+        )
+        for rows in ROWS
+        if rows > 32
+    )
+
+
+def make_bench(config: Any, tokenizer: Tokenizer | None, rows: int) -> Bench:
     """Returns an engine of `rows` rows over stand-ins, for the tree of a model's parameters."""
     mesh = make_mesh(jax.local_devices()[:1])
     dtype = np.dtype(np.float32)
@@ -170,14 +190,14 @@ def make_bench(config: Any, rows: int) -> Bench:
         make_scheduler=make_scheduler,
         ladder=ladder,
         shape=shape,
-        tokenizer=None,
+        tokenizer=tokenizer,
         overlap=True,
     )
     new_state = stand_ins["start"]
     return Bench(engine, clock, stand_ins, params, hidden, new_state, shape, ladder)
 
 
-def run_steps(bench: Bench) -> Figures:
+def run_steps(bench: Bench, streams: bool) -> Figures:
     """Returns the host's time of a step while all rows decode, and the stand-ins' call time."""
     engine, rows = bench.engine, bench.ladder.rows
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
@@ -188,7 +208,7 @@ def run_steps(bench: Bench) -> Figures:
             limit=PROMPT_TOKENS + STEPS + 1,
             seed=0,
         )
-        engine.add_request(request)
+        engine.add_request(request, streams=streams)
     while engine.scheduler.stats()["waiting"] or not all_decode(engine):
         engine.step()
     before, start = bench.clock.calls_s, time.perf_counter()
@@ -216,7 +236,7 @@ def all_decode(engine: Engine) -> bool:
 
 def ready_call_s(bench: Bench) -> float:
     """Returns what a body and a head of no work take to call, with arguments that are there."""
-    body = (bench.ladder.bodies[0],)[0]
+    body = bench.ladder.bodies[0]
     packed = jax.device_put(np.zeros(bench.shape.size(body), np.int32))
     program, head = bench.stand_ins._body, bench.stand_ins.head(bench.ladder.rows)
     state = bench.new_state()
@@ -235,6 +255,7 @@ def tables(figures: dict[str, Any]) -> list[Table]:
     rows = [
         [
             str(row["rows"]),
+            row["kind"],
             shown(row["host_s"], ".0f", 1e6),
             shown(row["token_s"], ".1f", 1e6),
             shown(row["call_s"], ".0f", 1e6),
@@ -244,19 +265,28 @@ def tables(figures: dict[str, Any]) -> list[Table]:
         ]
         for row in figures["scheduler"]
     ]
-    heads = ["rows", "host us a step", "us a token", "call us", "host/call", "foreign", "void"]
-    title = (
-        f"Host: planning, packing, delivery. At most {figures['row_s'] * 1e6:.2f} us more a row, "
-        "from 32 rows on."
-    )
+    heads = [
+        "rows",
+        "results",
+        "host us a step",
+        "us a token",
+        "call us",
+        "host/call",
+        "foreign",
+        "void",
+    ]
+    growth = ", ".join(f"{s * 1e6:.2f} us {name}" for name, s in figures["row_s"].items())
+    title = f"Host: planning, packing, delivery. At most so much more a row from 32 on: {growth}"
     return [Table(title, heads, rows)]
 
 
 def charts(figures: dict[str, Any]) -> list[Chart]:
     rows = figures["scheduler"]
-    labels = [f"{row['rows']} rows" for row in rows]
+    labels = [f"{rows} rows" for rows in ROWS]
     series = {
-        "host": [row["host_s"] * 1e6 for row in rows],
-        "stand-in's call": [row["call_s"] * 1e6 for row in rows],
+        f"host, {name}": [row["host_s"] * 1e6 for row in rows if row["kind"] == name]
+        for name in KINDS
     }
+    calls = [row["call_s"] * 1e6 for row in rows if row["kind"] == "whole"]
+    series["stand-in's call"] = calls
     return [Chart("scheduler", "Host time of a step", "us", labels, series)]

@@ -42,6 +42,7 @@ class Settings:
     most_void: int  # rounds done again, for each measurement, before giving up on quiet
     counts: list[int]
     shapes: list[Shape]
+    fields: list[str]
     peers: list[PeerPlan]
     peer_python: str | None
     num_requests: int
@@ -87,14 +88,18 @@ def define_flags(suites: list[str]) -> flags.FlagValues:
     text("output", None, "Where to write the figures, as JSON.")
     text("charts", None, "Folder for the figures as PNG charts.")
     flags.DEFINE_list(
-        "requests", ["1", "8", "32"], "Requests at once: decode, peers.", flag_values=values
+        "requests",
+        ["1", "8", "32"],
+        "Requests at once: decode, peers, sampling, steps.",
+        flag_values=values,
     )
     flags.DEFINE_bool(
         "num_pages_compare", False, "decode: compare two sizes of the pool.", flag_values=values
     )
     shapes = ["1x64", "1x512", "8x64", "32x64", "1x2048"]
     flags.DEFINE_list("shapes", shapes, "prefill: prompts x tokens of each.", flag_values=values)
-    integer("num_requests", 200, 1, "serving: how many of the requests.")
+    flags.DEFINE_list("fields", [], "sampling: only these, such as mixed.", flag_values=values)
+    integer("num_requests", 200, 1, "serving, scoring: how many requests.")
     flags.DEFINE_float(
         "request_rate",
         math.inf,
@@ -127,6 +132,7 @@ def read_settings(values: flags.FlagValues) -> Settings:
         repeats=values.repeats,
         most_void=values.most_void,
         counts=[shape.requests for shape in read_shapes("requests", values.requests, "1,8,32", 1)],
+        fields=values.fields,
         shapes=read_shapes("shapes", values.shapes, "1x64,8x64", 2),
         peers=peers,
         peer_python=values.peer_python,

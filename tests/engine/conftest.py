@@ -18,6 +18,7 @@ from engine import LLM, SamplingParams
 from engine.loop import Engine
 from engine.models.oracle import forward_jit
 from engine.pages import PagePool
+from engine.plan import Plan
 from engine.request import Request
 from engine.scheduler import Scheduler
 from tests.fixtures import (
@@ -108,6 +109,19 @@ def run(llm: LLM, engine: Engine, jobs, check=None, most_steps=5000):
     return [outputs[request.id] for request in requests]
 
 
+def watch_plans(engine: Engine) -> list[Plan]:
+    """Returns a list that every plan of `engine` is added to."""
+    plans, schedule = [], engine.scheduler.schedule
+
+    def watched():
+        plan = schedule()
+        plans.extend([plan] if plan is not None else [])
+        return plan
+
+    engine.scheduler.schedule = watched
+    return plans
+
+
 def greedy(max_tokens, **fields):
     """Returns greedy parameters that run to the end of their tokens."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
@@ -177,7 +191,8 @@ class Script:
         """Makes the logits after token t the row t of `table`."""
         head = np.zeros((len(table), self.width), np.float32)
         head[:, : len(table)] = np.asarray(table, np.float64).T * np.sqrt(1 / self.width + 1e-5)
-        params = {**self.llm.engine.params, "head": jax.numpy.asarray(head)}
+        params = self.llm.engine.params
+        params = {**params, "head": jax.numpy.asarray(head, params["head"].dtype)}
         self.llm.engine.params = self.llm.built.engine.params = params
 
     def say(self, ids, then=2) -> None:

@@ -39,9 +39,9 @@ def test_the_default_ladder():
     rows = [body[0].rows for body in ladder.bodies if body[0].kind == "decode"]
     assert rows == [1, 2, 4, 8, 16, 32]
     chunks = [body[0][1:] for body in ladder.bodies if len(body) == 1 and body[0].kind == "chunk"]
-    assert chunks == [(1, 16), (1, 64), (4, 64), (8, 64)]
+    assert chunks == [(1, 16), (1, 32), (2, 32), (4, 32)]
     mixed = [(body[0].rows, body[1].rows) for body in ladder.bodies if len(body) == 2]
-    assert mixed == [(1, 8), (4, 8), (8, 8), (1, 32), (4, 32), (8, 32)]
+    assert mixed == [(2, 8), (8, 8), (16, 8), (2, 32), (8, 32), (16, 32)]
     assert [(head.kind, head.rows) for head in ladder.heads()] == [
         *(("greedy", rows) for rows in (1, 8, 32)),
         *(("sample", rows) for rows in (8, 32)),
@@ -57,6 +57,11 @@ def test_decode_rows_hold_one_and_all_and_are_at_most_six(seqs):
     assert rows == sorted(rows) and rows[0] == 1 and rows[-1] == seqs and len(rows) <= 6
 
 
+def test_the_largest_chunks_run_alone_where_there_is_room():
+    bodies = Ladder(2, 64).bodies
+    assert (Group("chunk", 2, 32),) in bodies and (Group("chunk", 1, 32),) in bodies
+
+
 def test_short_prompts_share_a_step_under_a_small_budget():
     assert Ladder(32, 7).pieces == 4
     assert Ladder(2, 7).pieces == 2
@@ -67,13 +72,14 @@ def test_the_smallest_body_is_chosen():
     ladder = Ladder(32, 512)
     assert ladder.choose(3, 0, 0) == (Group("decode", 4, 1),)
     assert ladder.choose(0, 1, 16) == (Group("chunk", 1, 16),)
-    assert ladder.choose(0, 2, 3) == (Group("chunk", 4, 64),)
-    assert ladder.choose(1, 1, 3) == (Group("chunk", 1, 64), Group("decode", 8, 1))
+    assert ladder.choose(0, 2, 17) == (Group("chunk", 2, 32),)
+    assert ladder.choose(0, 5, 32) == (Group("chunk", 8, 32), Group("decode", 8, 1))
+    assert ladder.choose(1, 1, 3) == (Group("chunk", 2, 32), Group("decode", 8, 1))
     for decodes in range(33):
-        for pieces in range(9):
+        for pieces in range(17):
             if decodes or pieces:
-                body = ladder.choose(decodes, pieces, 64 if pieces else 0)
-                more = ladder.choose(32, max(pieces, 1), 64)
+                body = ladder.choose(decodes, pieces, 32 if pieces else 0)
+                more = ladder.choose(32, max(pieces, 1), 32)
                 assert size(body) <= size(more)
 
 

@@ -9,8 +9,9 @@ import pytest
 from tokenizers import processors
 
 from checkpoints.tokenizer import build_tokenizer
-from engine import SamplingParams
+from engine import LLM, SamplingParams
 from engine.chat import ChatEncoder, Renderer, as_conversations
+from tests.engine.tiny_gguf import write_tiny_gguf
 from tests.fixtures import BOS, EOS, byte_tokenizer, fallback_tokenizer
 
 TEMPLATE = (
@@ -137,6 +138,37 @@ def test_a_template_that_never_ends_is_ended_and_the_next_one_runs():
 def test_what_is_no_conversation_is_refused(messages, message):
     with pytest.raises(ValueError, match=message):
         as_conversations(messages)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_gguf_files_flag_says_whether_a_text_begins_with_bos(own_cache, tmp_path, add_bos):
+    """CASES T-01, through the whole engine: ids are never altered."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", add_bos)
+    llm = LLM(str(path), max_num_seqs=1, max_num_batched_tokens=1, num_pages=9)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    text = llm.tokenizer.encode("the mill", add_special_tokens=False)
+    prompts = ["the mill", text, [1, *text], [1, 1, *text]]
+    outputs = llm.generate(prompts, params)
+    whole = [1, *text] if add_bos else text
+    assert [output.prompt_token_ids for output in outputs] == [whole, *prompts[1:]]
+
+
+@pytest.mark.parametrize("make", ["fallback_script", "script"])
+def test_a_text_that_has_its_bos_already(request, make, caplog):
+    """CASES T-01: a templated text given to `generate`, where the tokenizer adds a BOS or none."""
+    llm = request.getfixturevalue(make).llm
+    adds = make == "fallback_script"
+    text = f"{BOS}<user> the mill{EOS}<assistant>"
+    params = SamplingParams(temperature=0, max_tokens=1)
+    llm.maker._warned = False
+    [output] = llm.generate(text, params)
+    assert output.prompt_token_ids[:3].count(1) == (2 if adds else 1)
+    assert ("begins with two BOS tokens" in caplog.text) == adds
+    caplog.clear()
+    params = dataclasses.replace(params, add_special_tokens=False)
+    [output] = llm.generate(text, params)
+    assert output.prompt_token_ids.count(1) == 1 and output.prompt_token_ids[0] == 1
+    assert not caplog.text
 
 
 def test_chat_runs_through_the_engine(script):

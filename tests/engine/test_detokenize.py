@@ -27,12 +27,12 @@ def open_tokenizer(kind):
     return build_tokenizer(backend, bos_id=1, eos_ids=[2], add_bos=None, chat_template=None)
 
 
-def stream(tokenizer, token_ids, *, size=1, skip_special_tokens=True):
-    """Returns the chunks that pushing `size` ids at a time gives, the tail last."""
+def stream(tokenizer, token_ids, *, skip_special_tokens=True):
+    """Returns the chunks that pushing the ids gives, the tail last."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     chunks = []
-    for start in range(0, len(token_ids), size):
-        chunks.append(detokenizer.push(token_ids[start : start + size]))
+    for token_id in token_ids:
+        chunks.append(detokenizer.push(token_id))
         assert detokenizer.text == "".join(chunks)
     chunks.append(detokenizer.finish())
     assert detokenizer.text == "".join(chunks)
@@ -42,11 +42,10 @@ def stream(tokenizer, token_ids, *, size=1, skip_special_tokens=True):
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_stream_is_the_one_shot_text(kind, text, skip_special_tokens, size):
+def test_the_stream_is_the_one_shot_text(kind, text, skip_special_tokens):
     tokenizer = open_tokenizer(kind)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    chunks = stream(tokenizer, token_ids, size=size, skip_special_tokens=skip_special_tokens)
+    chunks = stream(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
     assert "".join(chunks) == tokenizer.decode(token_ids, skip_special_tokens)
     if "\ufffd" not in text:
         assert not any("\ufffd" in chunk for chunk in chunks)
@@ -58,8 +57,7 @@ def test_the_stream_is_the_one_shot_text(kind, text, skip_special_tokens, size):
 def test_any_ids_stream_to_their_one_shot_text(kind, token_ids, data):
     tokenizer = open_tokenizer(kind)
     skip = data.draw(st.booleans())
-    size = data.draw(st.integers(1, 4))
-    chunks = stream(tokenizer, token_ids, size=size, skip_special_tokens=skip)
+    chunks = stream(tokenizer, token_ids, skip_special_tokens=skip)
     assert "".join(chunks) == tokenizer.decode(token_ids, skip)
 
 
@@ -93,7 +91,7 @@ def test_an_unfinished_tail_is_given_once_as_replacement_text(kind):
     tokenizer = open_tokenizer(kind)
     token_ids = tokenizer.encode("the a" + EMOJI, add_special_tokens=False)[:-1]
     detokenizer = Detokenizer(tokenizer)
-    before = "".join(detokenizer.push([i]) for i in token_ids)
+    before = "".join(detokenizer.push(i) for i in token_ids)
     assert "\ufffd" not in before
     tail = detokenizer.finish()
     assert tail.endswith("\ufffd")

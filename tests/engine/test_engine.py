@@ -110,6 +110,26 @@ def test_preempted_equals_never_preempted(tiny, budget):
     check_prompt_logprobs(large[2], small[2])
 
 
+def test_a_list_of_mixed_lengths_comes_back_in_order(tiny, monkeypatch):
+    """CASES C-05: 200 prompts on a pool for one of the longest; nobody is starved."""
+    rng = np.random.default_rng(6)
+    prompts = [
+        [int(i) for i in rng.integers(3, 300, length)]
+        for length in rng.choice([2, 5, 10, 30, 90], 200)
+    ]
+    params = [greedy(int(n)) for n in rng.choice([1, 4, 20], 200)]
+    expected = token_ids(tiny.generate(prompts, params))
+    engine = engine_on(tiny, num_pages=12)
+    monkeypatch.setattr(tiny, "engine", engine)
+    outputs = tiny.generate(prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert token_ids(outputs) == expected
+    assert [len(ids) for ids in expected] == [one.max_tokens for one in params]
+    assert engine.stats()["preemptions"] > 0
+    assert max(output.metrics.preemptions for output in outputs) <= 5
+    check_pages(engine)
+
+
 def check_prompt_logprobs(a, b):
     assert len(a.prompt_logprobs) == len(b.prompt_logprobs) == len(a.prompt_token_ids)
     assert a.prompt_logprobs[0] is b.prompt_logprobs[0] is None
@@ -223,6 +243,24 @@ def test_abort_at_any_stage(tiny):
         assert not engine.abort(requests[2].id)
         rest = [r for r in requests if r is not requests[2]]
         assert token_ids([outputs[r.id] for r in rest]) == expected[:2] + expected[3:]
+
+
+def test_who_does_not_stream_gets_one_delta_with_everything(tiny):
+    fields = [{}, {"stop": ["zzz"]}, {"logprobs": 1}]
+    requests = [request_of(tiny, [5, 6, 7], greedy(20, **f)) for f in fields]
+    engine = engine_on(tiny)
+    for request in requests:
+        engine.add_request(request, streams=False)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    streamed = run(tiny, engine_on(tiny), [([5, 6, 7], request.params) for request in requests])
+    assert [delta.request_id for delta in deltas] == [0, 1, 2]
+    for delta, output in zip(deltas, streamed, strict=True):
+        [completion] = output.outputs
+        assert delta.output.outputs == [completion] and delta.finish_reason == "length"
+        assert (delta.text, delta.token_ids) == (completion.text, completion.token_ids)
+        assert delta.logprobs == completion.logprobs
 
 
 def test_stream_equals_generate(tiny):

@@ -85,6 +85,20 @@ def test_tiny_engine(tiny_golden, budget):
                 assert entry[token].logprob == pytest.approx(expected, abs=1e-3)
 
 
+def test_tiny_scores(tiny_golden):
+    """`llm.score`: each token of the golden columns after each beginning of a text."""
+    llm, golden = tiny_golden
+    for case in golden["cases"]:
+        places = range(0, len(case["ids"]), 5)
+        pairs = [(case["ids"][: p + 1], [token]) for p in places for token in case["cols"]]
+        expected = [logit - case["logsumexp"][p] for p in places for logit in case["logits"][p]]
+        scores = llm.score(pairs)
+        got = [score.sum_logprob for score in scores]
+        np.testing.assert_allclose(got, expected, atol=1e-3)
+        for score, (context, [token]) in zip(scores, pairs, strict=True):
+            assert score.is_greedy == (token == case["argmax"][len(context) - 1])
+
+
 class Deviations:
     """Collects how far figures are from the golden ones; `check` asserts that all are near."""
 
@@ -139,6 +153,18 @@ def check_engine(llm, golden, budget, what):
         assert llm.tokenizer.encode(prompt["text"]) == prompt["ids"], prompt["name"]
         text = llm.tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False)
         assert text == prompt["greedy_text"], prompt["name"]
+
+
+def check_scores(llm, golden, what):
+    """Asserts that `llm.score` gives the golden log-probabilities of a text's second half."""
+    deviations, forced = Deviations(), golden["teacher_forced"]
+    half = len(forced["ids"]) // 2
+    [score] = llm.score([(forced["ids"][:half], forced["ids"][half:])])
+    expected = forced["logprobs"][half - 1 :]
+    deviations.add(score.token_logprobs, expected)
+    assert score.sum_logprob == pytest.approx(sum(expected), abs=ATOL * len(expected))
+    assert score.is_greedy == (forced["argmax_ids"][half - 1 :] == forced["ids"][half:])
+    deviations.check(f"{what}, scores")
 
 
 def check_forward(llm, golden, what):
@@ -197,6 +223,7 @@ def test_real_model(users_model, tmp_path, name):
     assert llm.built.model.checkpoint.kind == "gguf"
     check_engine(llm, golden, 64, f"{name}, 64 tokens a step")
     check_engine(llm, golden if name.startswith("smollm2") else short(golden), 7, f"{name}, 7")
+    check_scores(llm, golden, name)
     check_forward(llm, golden, name)
     export = Export(open_model(users_model(name)), np.dtype(np.float32))
     folders = {  # by gguf-py, and none of our readings of the weights; then by ours

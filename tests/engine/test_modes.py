@@ -10,7 +10,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine import deterministic as deterministic_module
 from engine.strict import StrictError, no_compilation, no_warnings
-from tests.engine.conftest import engine_on, greedy, make_prompts, run
+from tests.engine.conftest import engine_on, greedy, make_prompts, run, watch_plans
 from tests.fixtures import byte_tokenizer, write_tiny
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 80}
@@ -60,17 +60,9 @@ def test_deterministic_is_bitwise_through_preemption_and_without_overlap(pinned)
 
 
 def test_deterministic_never_mixes_and_ends_chunks_at_the_width(pinned):
-    engine, plans = engine_on(pinned), []
-    schedule = engine.scheduler.schedule
-
-    def watched():
-        plan = schedule()
-        plans.append(plan)
-        return plan
-
-    engine.scheduler.schedule = watched
+    engine = engine_on(pinned)
+    plans = watch_plans(engine)
     run(pinned, engine, jobs_of(np.random.default_rng(3), 12))
-    plans = [plan for plan in plans if plan is not None]
     assert len({plan.body for plan in plans}) == 2
     width = pinned.built.ladder.width
     for plan in plans:
@@ -123,16 +115,8 @@ def test_several_steps_in_one_dispatch_say_the_same(stepping, tiny):
 
 
 def test_several_steps_are_taken_only_where_nothing_can_change_the_plan(stepping):
-    plans = []
     engine = engine_on(stepping)
-    schedule = engine.scheduler.schedule
-
-    def watched():
-        plan = schedule()
-        plans.append(plan)
-        return plan
-
-    engine.scheduler.schedule = watched
+    plans = watch_plans(engine)
     for fields, repeats in (
         ({}, True),
         ({"stop": ["zzz"]}, False),
@@ -141,7 +125,7 @@ def test_several_steps_are_taken_only_where_nothing_can_change_the_plan(stepping
     ):
         plans.clear()
         run(stepping, engine, [([5, 6, 7], greedy(21, **fields))])
-        taken = [plan.repeat for plan in plans if plan is not None]
+        taken = [plan.repeat for plan in plans]
         assert (max(taken) == 4) == repeats, fields
         assert sum(taken) == 21, "one from the prompt, twenty after it"
     pages = engine.stats()["pages"][0]

@@ -108,7 +108,8 @@ def test_request_counts_read_and_unread_tokens_apart():
     request = make_request(output_token_ids=[50, 51], in_flight=1, computed=7, target=5)
     assert (request.known, request.length) == (7, 8)
     assert request.decodes and not request.prefills
-    request.in_flight = 5  # the last token that the limit allows is on its way
+    # The last token that the limit allows is on its way.
+    request.in_flight, request.computed = 5, 11
     assert not request.decodes
 
 

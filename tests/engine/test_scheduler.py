@@ -130,8 +130,10 @@ def test_a_long_prompt_takes_several_rows_of_one_step():
     harness = Harness(setup)
     harness.add(setup.request(0, prompt(150), 1))
     assert [(p.start, p.stop, p.samples) for p in harness.step().pieces] == [
-        (0, 64, False),
-        (64, 128, False),
+        (0, 32, False),
+        (32, 64, False),
+        (64, 96, False),
+        (96, 128, False),
     ]
     assert [(p.start, p.stop, p.samples) for p in harness.step().pieces] == [(128, 150, True)]
 
@@ -156,7 +158,7 @@ def test_overlap_plans_ahead_of_reads_and_ignores_what_runs_past_an_end():
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first.sampled == second.sampled == ((request, 0),)
     assert (request.computed, request.known, request.in_flight) == (4, 3, 2)
-    assert scheduler.update(first, [END]) == [request]
+    assert scheduler.update(first, [END]) == [(request, 0)]
     assert (request.finish_reason, request.stop_reason) == ("stop", END)
     assert scheduler.update(second, [9]) == []
     assert request.output_token_ids == [END]
@@ -313,7 +315,7 @@ def test_unread_tokens_may_end_a_preempted_request():
     plans = [scheduler.schedule() for _ in range(4)]
     assert new.status is Status.WAITING
     scheduler.update(plans[0], [7, 8])
-    assert new in scheduler.update(plans[1], [7, END])
+    assert (new, 1) in scheduler.update(plans[1], [7, END])
     assert (new.finish_reason, new.output_token_ids) == ("stop", [8, END])
     assert scheduler.stats()["waiting"] == 0
     scheduler.update(plans[2], [7, 8])

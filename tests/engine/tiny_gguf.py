@@ -43,7 +43,7 @@ def gguf_name(name):
     return f"blk.{layer}.{NAMES[rest]}.weight"
 
 
-def tokenizer_metadata():
+def tokenizer_metadata(add_bos=True):
     """Returns the tables of the byte-level tokenizer, two of its words marked as unused."""
     tokenizer = byte_tokenizer()
     vocabulary = tokenizer.get_vocab()
@@ -63,12 +63,12 @@ def tokenizer_metadata():
         ("add_bos_token_id", 1),
         ("add_eos_token_id", 2),
         ("add_eot_token_id", 299),
-        ("add_add_bos_token", True),
+        ("add_add_bos_token", add_bos),
         ("add_chat_template", "{{ messages[0] }}"),
     ]
 
 
-def write_tiny_gguf(path):
+def write_tiny_gguf(path, add_bos=True):
     """Writes the model: matrices in Q8_0, norms in float32; returns the path.
 
     q and k are random, so that their rows need no reordering here.
@@ -92,4 +92,4 @@ def write_tiny_gguf(path):
         ("add_layer_norm_rms_eps", CONFIG["rms_norm_eps"]),
         ("add_rope_freq_base", 20000.0),
     ]
-    return write_gguf(path, tensors, metadata + tokenizer_metadata())
+    return write_gguf(path, tensors, metadata + tokenizer_metadata(add_bos))

@@ -120,7 +120,7 @@ def test_the_pools_sizes_are_compared(command, model, monkeypatch):
     flags = [flag for flag in model if "num_pages" not in flag]
     code, out, err = command("--num_pages_compare", "--requests=2", *flags)
     assert code == 0, err
-    assert [(s["page_size"], s["num_pages"]) for s in sizes] == [(16, 8192 // 16 + 1), (16, 17)]
+    assert [(s["page_size"], s["num_pages"]) for s in sizes] == [(16, 17), (16, 8192 // 16 + 1)]
     assert "8192 ms" in out
 
 
@@ -193,18 +193,40 @@ def test_sampling(measured, monkeypatch):
         assert row["ratios"]["greedy"] == 1.0
         assert row["fields"]["mixed"]["output_tokens"] == 6 * row["requests"]
     assert "top_p 0.9" in out and "cost" in out and charts == {"sampling"}
+    figures, _, _ = measured("sampling", "--requests=2", "--fields=mixed")
+    assert figures["sampling"][0]["fields"].keys() == {"greedy", "mixed"}
 
 
 def test_scheduler(measured, monkeypatch):
-    monkeypatch.setattr(scheduler, "ROWS", (1, 32, 64, 128, 256))
+    monkeypatch.setattr(scheduler, "ROWS", (1, 32, 256))
     monkeypatch.setattr(scheduler, "STEPS", 8)
     figures, out, charts = measured("scheduler")
-    assert [row["rows"] for row in figures["scheduler"]] == [1, 32, 64, 128, 256]
+    kinds = [(row["rows"], row["kind"]) for row in figures["scheduler"]]
+    assert kinds == [(rows, kind) for kind in ("whole", "streamed") for rows in (1, 32, 256)]
+    assert figures["row_s"].keys() == {"whole", "streamed"}
     for row in figures["scheduler"]:
         assert 0 < row["host_s"] < row["step_s"]
         assert row["host_over_call"] > 0
         assert row["token_s"] == pytest.approx(row["host_s"] / row["rows"])
-    assert "us more a row" in out and charts == {"scheduler"}
+    assert "more a row" in out and charts == {"scheduler"}
+
+
+def test_steps(measured):
+    figures, out, charts = measured("steps", "--requests=1", "--decode_steps=4")
+    [row] = figures["steps"]
+    assert figures["decode_steps"] == 4 and row["engines"].keys() == {"one", "several"}
+    [one] = row["rounds"]
+    rates = {name: one[name]["decode_tokens_per_s"] for name in one}
+    assert row["ratio"] == pytest.approx(rates["several"] / rates["one"])
+    assert "4 steps" in out and charts == {"steps"}
+
+
+def test_scoring(measured):
+    figures, out, charts = measured("scoring", "--num_requests=5")
+    assert (figures["choices"], figures["tokens"]) == (5, 28)
+    rates = {name: rate["choices_per_s"] for name, rate in figures["scoring"].items()}
+    assert figures["ratio"] == pytest.approx(rates["together"] / rates["one by one"])
+    assert "one by one, a second" in out and charts == {"scoring"}
 
 
 def test_startup(measured):
@@ -234,6 +256,8 @@ WRONG = {
     "peer in decode": (PEER, "--peer_python is for --suite=peers, prefill or serving"),
     "peer in startup": (["--suite=startup", *PEER], "--peer_python is for --suite=peers"),
     "pools in serving": (["--suite=serving", "--num_pages_compare"], "of --suite=decode"),
+    "fields": (["--suite=sampling", "--fields=x"], "--fields=x is unknown; the fields are greedy"),
+    "one step": (["--suite=steps", "--decode_steps=1"], "compares with --decode_steps=1"),
     "pools chosen": (["--num_pages_compare", "--num_pages=9"], "leave out --num_pages"),
     "suite": (["--suite=none"], "--suite=none"),
     "repeats": (["--repeats=0"], "--repeats=0"),

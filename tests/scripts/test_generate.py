@@ -7,12 +7,13 @@ import math
 import resource
 import types
 
+import numpy as np
 import pytest
 
 from engine.api import Score
-from engine.loop import Delta
 from engine.params import SamplingParams
 from engine.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
+from engine.results import Delta
 from scripts import generate
 
 MODELS = []
@@ -27,7 +28,7 @@ class EchoEngine:
         self.steps = 0
         self.interrupted_at = None
 
-    def add_request(self, request, prompt):
+    def add_request(self, request, prompt, *, streams):
         self.said[request.id], self.left[request.id] = [], (request, list(str(prompt)))
         return request.id
 
@@ -88,6 +89,9 @@ class EchoLLM:
 
     def score(self, pairs, progress):
         return [Score([1, 2], [-0.5, -1.5], -2.0, True) for _ in pairs]
+
+    def embed(self, prompts, pooling, normalize, progress):
+        return np.array([[len(prompt), pooling == "last", normalize] for prompt in prompts])
 
 
 def result(request, text):
@@ -351,6 +355,19 @@ def test_scores_are_written_a_line_a_pair(command, tmp_path):
     assert (code, out) == (0, "") and json.loads(target.read_text()) == want
 
 
+def test_vectors_are_written_a_line_a_prompt(command, tmp_path):
+    code, out, _ = command("--embed", "--prompt=abc", "--prompt=b")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert rows == [{"index": 0, "embedding": [3, 0, 0]}, {"index": 1, "embedding": [1, 0, 0]}]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": [5, 6]}\n')
+    arguments = ["--embed", "--pooling=last", "--normalize", f"--input={source}"]
+    code, out, _ = command(*arguments, f"--output={target}")
+    assert (code, out) == (0, "")
+    assert json.loads(target.read_text()) == {"index": 0, "embedding": [2, 1, 1]}
+
+
 def test_interrupted_it_writes_what_is_finished_and_says_so(command, tmp_path, monkeypatch):
     target = tmp_path / "o.jsonl"
     made = EchoLLM.__init__
@@ -374,6 +391,10 @@ def test_interrupted_it_writes_what_is_finished_and_says_so(command, tmp_path, m
         (["--prompt=a", "--min_p=2"], "min_p=2.0 must be from 0 to 1"),
         (["--prompt=a", "--score"], "--score takes --input=F.jsonl"),
         (["--prompt=a", "--score", "--chat"], "--chat and --score do not go together"),
+        (["--prompt=a", "--embed", "--chat"], "--chat and --embed do not go together"),
+        (["--prompt=a", "--embed", "--top_k=3"], "--top_k plays no part with --embed"),
+        (["--prompt=a", "--embed", "--report=r"], "--report is of generated text"),
+        (["--prompt=a", "--embed", "--pooling=max"], "should be one of <mean|last>"),
         (["--prompt=a", "--n=0"], "n=0 must be from 1"),
     ],
 )
@@ -391,6 +412,9 @@ def test_wrong_modes_and_fields_are_refused(command, arguments, message):
         ("--chat", '{"messages": [{"role": "a"}], "prompt": "b"}', "line 1 must be an object"),
         ("--score", '{"context": "a"}', '{"context": "...", "continuation": "..."}'),
         ("--score", '{"prompt": "a"}', "line 1 must be an object with"),
+        ("--score", '{"context": "a", "continuation": "b", "seed": 1}', "'seed' plays no part"),
+        ("--embed", '{"prompt": "a", "top_k": 1}', "'top_k' plays no part with --embed"),
+        ("--embed", '{"messages": [{"role": "a"}]}', 'with "prompt": text or a list'),
         ("--noscore", '{"context": "a", "continuation": "b"}', 'with "prompt": text or a list'),
     ],
 )

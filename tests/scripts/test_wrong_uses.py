@@ -17,6 +17,7 @@ import zipfile
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints import store
 from engine import LLM, SamplingParams
@@ -39,6 +40,8 @@ def models(tmp_path_factory):
 
     weights = damaged("cut") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+    tensors = load_file(good / "model.safetensors")
+    save_file(tensors | {"odd": np.zeros(2, np.float32)}, damaged("odd") / "model.safetensors")
     (damaged("no_config") / "config.json").unlink()
     (damaged("torn_config") / "config.json").write_text('{"model_type": "llama", ')
     config = json.loads((good / "config.json").read_text())
@@ -162,6 +165,16 @@ WRONG = {
         "generate",
         ["--prompt=a", "--model={m}/defaults"],
         "generation_config.json: top_p=7",
+    ),
+    "a field of sampling in a score": (
+        "generate",
+        ["--score", "--input={m}/role.jsonl", "--top_p=0.5"],
+        "--top_p plays no part with --score",
+    ),
+    "a tensor that plays no part, strictly": (
+        "generate",
+        ["--prompt=a", "--model={m}/odd", "--strict"],
+        "strict: ",
     ),
     "peer without its model": ("benchmark", ["--peer_python=python"], "--peer_"),
 }
