@@ -24,7 +24,8 @@ class Source(NamedTuple):
     """Where a parameter comes from.
 
     `names` is one tensor, or with `stack` the tensors of all layers, which are stacked on a new
-    leading axis. `transform` is applied to each tensor before stacking; it must be a function of
+    leading axis. With `rows` it is rows [start, stop) of each, whose other rows belong to other
+    parameters; all rows must belong to one. `transform` is applied to each tensor before stacking; it must be a function of
     the array alone, whose result's shape depends on the shape only. Share one function object
     among like sources: its shape is then worked out once.
     """
@@ -32,6 +33,7 @@ class Source(NamedTuple):
     names: tuple[str, ...]
     transform: Callable[[np.ndarray], np.ndarray] | None = None
     stack: bool = False
+    rows: tuple[int, int] | None = None
 
 
 class Target(NamedTuple):
@@ -69,25 +71,42 @@ def check_parameters(
         raise ValueError(f"{checkpoint.path}: parameters without a source: {_list(without)}")
     if without := sorted(sources.keys() - targets.keys()):
         raise ValueError(f"{checkpoint.path}: sources without a parameter: {_list(without)}")
-    used_by: dict[str, str] = {}
+    used_by: dict[tuple[str, tuple[int, int] | None], str] = {}
+    rows_of: dict[str, list[tuple[int, int]]] = {}
     missing = []
     for path, source in sources.items():
         if len(source.names) != 1 and not source.stack:
             raise ValueError(f"parameter {path}: {len(source.names)} tensors, but no stack")
         for name in source.names:
-            if name in used_by:
+            key = (name, source.rows)
+            if key in used_by:
                 raise ValueError(
                     f"{checkpoint.path}: tensor {name!r} is used twice, by parameters "
-                    f"{used_by[name]} and {path}"
+                    f"{used_by[key]} and {path}"
                 )
-            used_by[name] = path
+            used_by[key] = path
+            if source.rows is not None:
+                rows_of.setdefault(name, []).append(source.rows)
             if name not in checkpoint.tensors:
                 missing.append(name)
     if missing:
         raise ValueError(f"{checkpoint.path}: tensors are missing: {_list(missing)}")
+    for name, rows in rows_of.items():
+        _check_rows(checkpoint, name, sorted(rows))
     shapes: dict[Any, tuple[int, ...]] = {}
     for path, source in sources.items():
         _check_shape(checkpoint, path, source, targets[path], shapes)
+
+
+def _check_rows(checkpoint: Checkpoint, name: str, rows: list[tuple[int, int]]) -> None:
+    """Raises ValueError unless a tensor's rows each belong to one parameter."""
+    ends = [0, *(stop for _, stop in rows)]
+    shape = checkpoint.tensors[name].shape
+    if [start for start, _ in rows] != ends[:-1] or shape[:1] != (ends[-1],):
+        raise ValueError(
+            f"{checkpoint.path}: tensor {name!r} has shape {shape}; its parts are rows "
+            f"{', '.join(f'{start} to {stop}' for start, stop in rows)}"
+        )
 
 
 def warn_of_unused(
@@ -115,9 +134,11 @@ def _check_shape(
     needed = tuple(target.shape[1:] if source.stack else target.shape)
     for name in source.names:
         stored = checkpoint.tensors[name].shape
+        if source.rows is not None:
+            stored = (source.rows[1] - source.rows[0], *stored[1:])
         key = (source.transform, stored)
         if key not in shapes:
-            shapes[key] = _transformed_shape(checkpoint, name, source.transform)
+            shapes[key] = _transformed_shape(checkpoint, name, stored, source.transform)
         if shapes[key] != needed:
             after = "" if source.transform is None else f", after its transform {shapes[key]}"
             raise ValueError(
@@ -132,9 +153,11 @@ def _check_shape(
 
 
 def _transformed_shape(
-    checkpoint: Checkpoint, name: str, transform: Callable[[np.ndarray], np.ndarray] | None
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, ...],
+    transform: Callable[[np.ndarray], np.ndarray] | None,
 ) -> tuple[int, ...]:
-    shape = checkpoint.tensors[name].shape
     if transform is None:
         return shape
     try:
@@ -167,6 +190,8 @@ def _read(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> 
 
 def _read_tensor(checkpoint: Checkpoint, name: str, source: Source) -> np.ndarray:
     array = checkpoint.read(name)
+    if source.rows is not None:
+        array = array[source.rows[0] : source.rows[1]]
     return array if source.transform is None else source.transform(array)
 
 

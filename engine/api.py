@@ -192,7 +192,9 @@ class LLM:
         count = len(request.prompt_token_ids)
         padded_T = np.zeros(max(16, 1 << (count - 1).bit_length()), np.int32)
         padded_T[:count] = request.prompt_token_ids  # no token sees the padding behind it
-        logits_TV, hidden_LTD = forward_jit(self.engine.params, self.model_config, padded_T)
+        logits_TV, hidden_LTD = forward_jit(
+            self.engine.params, self.model_config, padded_T, length=np.int32(count)
+        )
         if hidden_states:
             return np.asarray(logits_TV)[:count], np.asarray(hidden_LTD)[:, :count]
         return np.asarray(logits_TV)[:count]

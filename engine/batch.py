@@ -43,6 +43,7 @@ class BatchShape:
             return fields | {"depth_BT": (B, T), "ancestors_BT": (B, T)}
         return fields | {
             "fresh_B": (B,),
+            "length_B": (B,),
             "settle_B": (B,),
             "left_B": (B,),
             "end_ids_BE": (B, MAX_END_IDS),
@@ -135,6 +136,7 @@ def pack_pieces(plan, group, part, shape, tables, lengths) -> None:
         part["table_GBJ"][:, index] = tables[:, row]
         part["token_BT"][index, :count] = request.tokens(piece.start, piece.stop)
         part["fresh_B"][index] = piece.fresh
+        part["length_B"][index] = request.limit
         if last_of_row[row] == index:
             part["settle_B"][index] = row
             pack_settings(part, index, request, piece.stop)

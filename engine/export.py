@@ -17,12 +17,18 @@ from sharding import Spec
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
-class Origin(NamedTuple):
-    """A tensor of the export: its shape, where it is stored now, and how a folder stores it."""
+class Piece(NamedTuple):
+    """Where rows of a tensor are stored now, and how a folder stores them."""
 
-    shape: tuple[int, ...]
     stored: Entry
     written: Entry
+
+
+class Origin(NamedTuple):
+    """A tensor of the export."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]  # its rows, in order
 
 
 class Export:
@@ -44,6 +50,7 @@ class Export:
             for name, origin in self._origins.items()
         }
         if model.checkpoint.kind == "gguf":
+            assert model.family.to_hf is not None, "families of GGUF files have it"
             config = model.family.to_hf(model.config)
             self.generation_config: dict[str, Any] = special_ids(model)
         else:
@@ -56,19 +63,27 @@ class Export:
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor; raises ValueError where a value is beyond the type's range."""
         origin = self._origins[name]
-        array = self._model.checkpoint.read(origin.stored.tensor)
-        for function in (origin.stored.transform, origin.written.inverse):
-            array = array if function is None else function(array)
+        rows = [self._read_piece(piece) for piece in origin.pieces]
+        array = rows[0] if len(rows) == 1 else np.concatenate(rows)
         with np.errstate(over="ignore"):
             cast = array.astype(self._dtype_of(origin), copy=False)
         if not np.isfinite(cast).all():
             lost = array[np.isfinite(array) & ~np.isfinite(cast)]
             if lost.size:
                 raise ValueError(
-                    f"{self.path}: tensor {origin.stored.tensor!r} holds {float(lost[0]):g}, "
+                    f"{self.path}: tensor {origin.pieces[0].stored.tensor!r} holds "
+                    f"{float(lost[0]):g}, "
                     f"beyond the range of {self._dtype.name}; use bfloat16 or float32"
                 )
         return cast
+
+    def _read_piece(self, piece: Piece) -> np.ndarray:
+        array = self._model.checkpoint.read(piece.stored.tensor)
+        if piece.stored.part is not None:
+            array = array[slice(*piece.stored.part)]
+        for function in (piece.stored.transform, piece.written.inverse):
+            array = array if function is None else function(array)
+        return array
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the model's tokenizer."""
@@ -76,7 +91,7 @@ class Export:
 
     def _dtype_of(self, origin: Origin) -> np.dtype:
         """Returns the type of a tensor of the export: integers keep theirs."""
-        info = self._model.checkpoint.tensors[origin.stored.tensor]
+        info = self._model.checkpoint.tensors[origin.pieces[0].stored.tensor]
         kept = info.dtype in DTYPES and np.dtype(DTYPES[info.dtype]).kind in "iub"
         return np.dtype(DTYPES[info.dtype]) if kept else self._dtype
 
@@ -92,22 +107,33 @@ def origins_of(model: Model) -> dict[str, Origin]:
     paths = jax.tree.leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
     stored_names = model.family.names(checkpoint.kind, config)
     written_names = model.family.names("huggingface", config)
-    sources, targets, origins = {}, {}, {}
+    sources, targets = {}, {}
+    pieces: dict[str, list[tuple[tuple[int, ...], Piece]]] = {}
     for path, spec in paths:
         stored = entry_of(path, stored_names, config)
         written = entry_of(path, written_names, config)
         key = jax.tree_util.keystr(path)
-        sources[key] = Source((stored.tensor,), stored.transform)
+        sources[key] = Source((stored.tensor,), stored.transform, rows=stored.part)
         targets[key] = Target(spec.shape, spec.dtype)
-        origins[written.tensor] = Origin(spec.shape, stored, written)
+        pieces.setdefault(written.tensor, []).append((spec.shape, Piece(stored, written)))
     check_parameters(checkpoint, sources, targets)
     if checkpoint.kind == "gguf":
         warn_of_unused(checkpoint, sources)
-        return origins
+        return {name: joined(parts) for name, parts in pieces.items()}
     return {
-        name: Origin(info.shape, Entry(name), Entry(name))
+        name: Origin(info.shape, (Piece(Entry(name), Entry(name)),))
         for name, info in checkpoint.tensors.items()
     }
+
+
+def joined(parts: list[tuple[tuple[int, ...], Piece]]) -> Origin:
+    """Returns the tensor that is made of some parameters, one after the other."""
+    if len(parts) == 1:
+        [(shape, piece)] = parts
+        return Origin(shape, (piece,))
+    ordered = sorted(parts, key=lambda part: part[1].written.part or (0, 0))
+    rows = sum(shape[0] for shape, _ in ordered)
+    return Origin((rows, *ordered[0][0][1:]), tuple(piece for _, piece in ordered))
 
 
 def special_ids(model: Model) -> dict[str, Any]:

@@ -57,12 +57,18 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x_TNH: jax.Array, cos_TX: jax.Array, sin_TX: jax.Array) -> jax.Array:
-    """Returns x with the halves of each head rotated by the angles (RoPE, arXiv 2104.09864)."""
+    """Returns x with the first 2X coordinates of each head rotated by the angles, by halves.
+
+    RoPE, arXiv 2104.09864; where 2X is less than the head, the rest stays.
+    """
     X = cos_TX.shape[-1]
     cos, sin = cos_TX[:, None, :], sin_TX[:, None, :]
-    first, second = x_TNH[..., :X].astype(jnp.float32), x_TNH[..., X:].astype(jnp.float32)
+    first, second = x_TNH[..., :X].astype(jnp.float32), x_TNH[..., X : 2 * X].astype(jnp.float32)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_TNH.dtype)
+    rotated = rotated.astype(x_TNH.dtype)
+    if 2 * X == x_TNH.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x_TNH[..., 2 * X :]], axis=-1)
 
 
 ACTIVATIONS = {

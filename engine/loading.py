@@ -17,6 +17,7 @@ from engine.log import logger
 from engine.models import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.family import Entry, Family, Names, ids_of
+from engine.models.rope_keys import with_factors
 from engine.models.tree import parameter_specs
 from engine.params import SamplingParams
 from sharding import Rules, Spec
@@ -27,7 +28,8 @@ HEAD_TENSOR = {
     "huggingface": "lm_head.weight",
     "orbax": "lm_head.weight",
 }
-ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"  # one list for any length, as Llama 3.1 has it
+ROPE_LISTS = (ROPE_FACTORS, "rope_factors_short.weight", "rope_factors_long.weight")
 EMBEDDING_TENSOR = {
     "gguf": "token_embd.weight",
     "huggingface": "model.embed_tokens.weight",
@@ -62,13 +64,8 @@ def open_model(path: Path) -> Model:
             f"{path}: {key} {name!r} is not supported in a {checkpoint.kind} checkpoint; "
             f"supported are {', '.join(known)}"
         )
-    if gguf and ROPE_FACTORS in checkpoint.tensors:
-        raise ValueError(
-            f"{path}: {ROPE_FACTORS} scales the rope (as Llama 3.1 does), which is not read from "
-            "GGUF; use the model's Hugging Face folder"
-        )
     try:
-        config = (family.from_gguf if gguf else family.from_hf)(checkpoint.config)
+        config = config_of(family, checkpoint)
         eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))
     except (TypeError, ValueError, OverflowError) as error:  # a value unlike its key's
         raise ValueError(f"{path}: {error}") from None
@@ -76,6 +73,23 @@ def open_model(path: Path) -> Model:
     tokenizer = checkpoint.tokenizer()
     eos_ids += config.eos_ids + (tokenizer.eos_ids if tokenizer else ())
     return Model(config, family, checkpoint, tokenizer, tuple(dict.fromkeys(eos_ids)))
+
+
+def config_of(family: Family, checkpoint: Checkpoint) -> ModelConfig:
+    """Returns the config of a checkpoint; a GGUF file keeps lists of rope factors as tensors."""
+    if checkpoint.kind != "gguf":
+        return family.from_hf(checkpoint.config)
+    assert family.from_gguf is not None, "its architectures were looked up"
+    config = family.from_gguf(checkpoint.config)
+    lists = {name: checkpoint.read(name) for name in ROPE_LISTS if name in checkpoint.tensors}
+    if not lists:
+        return config
+    short, long = lists.get(ROPE_FACTORS), lists.get(ROPE_FACTORS)
+    short, long = lists.get("rope_factors_short.weight", short), lists.get("rope_factors_long.weight", long)
+    if short is None or long is None:
+        raise ValueError(f"of {ROPE_LISTS[1]} and {ROPE_LISTS[2]} one is missing")
+    rope = with_factors(config.ropes[0], checkpoint.config, short.tolist(), long.tolist())
+    return dataclasses.replace(config, ropes=(rope, *config.ropes[1:]))
 
 
 # Of generation_config.json, by our names; what it has beside them says nothing of sampling.
@@ -190,10 +204,10 @@ def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked:
     keys = path_keys(path)
     if not stacked or keys[0] != "segments":
         entry = entry_of(path, names, config)
-        return Source((entry.tensor,), entry.transform)
+        return Source((entry.tensor,), entry.transform, rows=entry.part)
     entry = names.layers[keys[-1]]
     tensors = tuple(entry.tensor.format(layer=i) for i in config.segments()[keys[1]])
-    return Source(tensors, entry.transform, stack=True)
+    return Source(tensors, entry.transform, stack=True, rows=entry.part)
 
 
 def entry_of(path: tuple[Any, ...], names: Names, config: ModelConfig) -> Entry:

@@ -28,6 +28,7 @@ SETTINGS = {
     "sample": np.int32,  # which of a request's outputs the row draws
     "ends_from": np.int32,  # end ids are allowed while at most so many tokens are left
     "changed": np.int32,  # 1: the row is in the tables of engine/logits.py
+    "length": np.int32,  # the sequence's longest, by which some ropes choose
     "processed": np.int32,  # 1: log-probabilities are of what tokens are drawn from
 }
 _FORMATS = {np.float32: "f", np.int32: "i", np.uint32: "I"}
@@ -50,6 +51,7 @@ def row_settings(request: Request) -> np.ndarray:
         "sample": request.sample,
         "ends_from": request.most_output - params.min_tokens,
         "changed": int(params.changes_logits),
+        "length": request.limit,
         "processed": int(params.logprobs_mode == "processed"),
     }
     return np.frombuffer(_PACKER.pack(*(values[name] for name in SETTINGS)), np.int32)

@@ -68,6 +68,7 @@ class Tokens(NamedTuple):
     position_T: jax.Array
     cell_GT: jax.Array
     valid_T: jax.Array
+    length_T: jax.Array  # the longest that each token's sequence gets
     rows_G: Rows  # with a leading group axis on tables and starts
 
 
@@ -78,7 +79,10 @@ def decode_tokens(group: Group, part: dict[str, jax.Array], state: State) -> Tok
     cell_GB = state.length_GR[:, row_B]
     count_B = jnp.where(finished_B, 0, 1).astype(jnp.int32)
     rows = Rows(part["table_GBJ"], cell_GB, count_B)
-    return Tokens(state.token_R[row_B], state.position_R[row_B], cell_GB, ~finished_B, rows)
+    length_B = state.settings(row_B)["length"]
+    return Tokens(
+        state.token_R[row_B], state.position_R[row_B], cell_GB, ~finished_B, length_B, rows
+    )
 
 
 def wide_tokens(group: Group, part: dict[str, jax.Array]) -> Tokens:
@@ -93,7 +97,10 @@ def wide_tokens(group: Group, part: dict[str, jax.Array]) -> Tokens:
         part["table_GBJ"], part["cell_GB"], part["count_B"], depth_BT, part.get("ancestors_BT")
     )
     flat = part["token_BT"].reshape(-1), position_BT.reshape(-1)
-    return Tokens(*flat, cell_GBT.reshape(cell_GBT.shape[0], -1), valid_BT.reshape(-1), rows)
+    cells_GT = cell_GBT.reshape(cell_GBT.shape[0], -1)
+    # Tree rows get theirs when ropes that need it are drafted for.
+    length_B = part.get("length_B", jnp.zeros((B,), jnp.int32))
+    return Tokens(*flat, cells_GT, valid_BT.reshape(-1), jnp.repeat(length_B, T), rows)
 
 
 def page_of_cells(tokens: Tokens, group: Group, page_size: int) -> jax.Array:
@@ -232,6 +239,7 @@ def run_body(
         cfg.model,
         embed(params, cfg.model, token_T, cfg.layout.dtype),
         position_T,
+        length_T=jnp.concatenate([tokens.length_T for tokens in parts]),
         attend=paged_attend(cfg, body, parts),
         cache=state.pool,
         data=layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer),

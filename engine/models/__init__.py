@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: each file maps a checkpoint's config and tensor names to the one decoder."""
 
-from engine.models import gemma3, llama, qwen2
+from engine.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
 from engine.models.family import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen2.FAMILY, gemma3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    phi3.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    olmo2.FAMILY,
+)

@@ -2,46 +2,11 @@
 """What a model is made of, as data; and the parameters that follow from it."""
 
 import dataclasses
-import math
 
 import numpy as np
 
+from engine.models.rope import Rope
 from sharding import Spec
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """One rotary embedding. kind: default, linear (positions / factor) or llama3."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("default", "linear", "llama3"):
-            raise ValueError(
-                f"rope type {self.kind!r} is not supported; use a checkpoint with one of "
-                "default, linear, llama3"
-            )
-
-    def inverse_frequencies(self, head_width: int) -> np.ndarray:
-        """Returns the angle per position of each pair of coordinates, float64 [head_width / 2].
-
-        llama3: Llama 3.1's long-context interpolation: low frequencies are divided by `factor`,
-        high ones kept, those between blended linearly in turns over the original context.
-        """
-        inverse = self.theta ** -(np.arange(0, head_width, 2, dtype=np.float64) / head_width)
-        if self.kind == "default":
-            return inverse
-        if self.kind == "linear":
-            return inverse / self.factor
-        turns = self.original_max_position * inverse / (2 * math.pi)
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        blend = np.clip(blend, 0.0, 1.0)
-        return inverse * (blend + (1 - blend) / self.factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +38,10 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
+    qk_norm: str | None = None  # "head": of each head; "whole": of all heads together
+    pre_norms: bool = True  # norms ahead of attention and MLP
+    post_norms: bool = False  # norms of their outputs
+    rotary_width: int | None = None  # rotated coordinates of a head, its first; None: all
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     bos_id: int | None = None
@@ -85,6 +52,8 @@ class ModelConfig:
             raise ValueError(
                 f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads evenly"
             )
+        if self.qk_norm not in (None, "head", "whole"):
+            raise ValueError(f"qk_norm {self.qk_norm!r} is neither head nor whole")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation {self.activation!r} is neither silu nor gelu_tanh")
         for name in ("rope_of_layer", "windows"):
@@ -106,12 +75,10 @@ class ModelConfig:
         )
         norm = Spec((D,), ("width",), np.dtype(np.float32))
         specs = {
-            "attention_norm": norm,
             "q": Spec((N * H, D), ("query_heads", "width"), dtype),
             "k": Spec((K * H, D), ("kv_heads", "width"), dtype),
             "v": Spec((K * H, D), ("kv_heads", "width"), dtype),
             "o": Spec((D, N * H), ("width", "query_heads"), dtype),
-            "mlp_norm": norm,
             "gate": Spec((F, D), ("ffn", "width"), dtype),
             "up": Spec((F, D), ("ffn", "width"), dtype),
             "down": Spec((D, F), ("width", "ffn"), dtype),
@@ -126,9 +93,14 @@ class ModelConfig:
             specs["gate_bias"] = Spec((F,), ("ffn",), dtype)
             specs["up_bias"] = Spec((F,), ("ffn",), dtype)
             specs["down_bias"] = Spec((D,), ("width",), dtype)
-        if self.qk_norm:
+        if self.qk_norm == "head":
             head_norm = Spec((H,), (None,), np.dtype(np.float32))
             specs |= {"q_norm": head_norm, "k_norm": head_norm}
+        if self.qk_norm == "whole":
+            specs["q_norm"] = Spec((N * H,), ("query_heads",), np.dtype(np.float32))
+            specs["k_norm"] = Spec((K * H,), ("kv_heads",), np.dtype(np.float32))
+        if self.pre_norms:
+            specs |= {"attention_norm": norm, "mlp_norm": norm}
         if self.post_norms:
             specs |= {"post_attention_norm": norm, "post_mlp_norm": norm}
         return specs
@@ -143,6 +115,11 @@ class ModelConfig:
         if not self.tied_embeddings:
             specs["head"] = Spec((V, D), ("vocab", "width"), dtype)
         return specs
+
+    @property
+    def rope_width(self) -> int:
+        """Rotated coordinates of a head."""
+        return self.rotary_width or self.head_width
 
     def segments(self) -> tuple[range, ...]:
         """Returns the runs of like layers; a dense decoder is one run."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.layers import Params, gated_mlp, linear, matmul, rms_norm, rotate
 from engine.models.config import ModelConfig
+from engine.models.rope import rope_tables
 from pallas_kernels.paged_attention import NO_WINDOW
 
 
@@ -67,15 +68,6 @@ def embed(params: Params, config: ModelConfig, token_T: jax.Array, dtype) -> jax
     return x_TD * jnp.asarray(config.embedding_scale, dtype)
 
 
-def rope_tables(config: ModelConfig, position_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (cos, sin), each float32 [ropes, T, H / 2], for the positions."""
-    inverse = np.stack([rope.inverse_frequencies(config.head_width) for rope in config.ropes])
-    inverse_RX = jnp.asarray(inverse, jnp.float32)
-    angles = position_T.astype(jnp.float32)[None, :, None] * inverse_RX[:, None, :]
-    # Made once: XLA would compute them anew in every layer that they are fused into.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-
-
 def queries_keys_values(h_TD: jax.Array, p: Params, config: ModelConfig):
     """Returns (q_TNH, k_TKH, v_TKH), from one fused matrix or from three."""
     T, N, K = h_TD.shape[0], config.query_heads, config.kv_heads
@@ -88,15 +80,23 @@ def queries_keys_values(h_TD: jax.Array, p: Params, config: ModelConfig):
     )
 
 
+def norm_heads(x_TNH: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns the heads normed, each by itself or all together."""
+    if config.qk_norm == "head":
+        return rms_norm(x_TNH, weight, config.norm_eps)
+    flat_TX = x_TNH.reshape(x_TNH.shape[0], -1)
+    return rms_norm(flat_TX, weight, config.norm_eps).reshape(x_TNH.shape)
+
+
 # The two halves of a layer are programs within the program: unrolled layers share one trace.
 @partial(jax.jit, static_argnames="config")
 def before_attention(x_TD: jax.Array, p: Params, config: ModelConfig, cos_TX, sin_TX):
     """Returns (q_TNH, k_TKH, v_TKH), normed, projected and rotated."""
-    h_TD = rms_norm(x_TD, p["attention_norm"], config.norm_eps)
+    h_TD = rms_norm(x_TD, p["attention_norm"], config.norm_eps) if config.pre_norms else x_TD
     q_TNH, k_TKH, v_TKH = queries_keys_values(h_TD, p, config)
     if config.qk_norm:
-        q_TNH = rms_norm(q_TNH, p["q_norm"], config.norm_eps)
-        k_TKH = rms_norm(k_TKH, p["k_norm"], config.norm_eps)
+        q_TNH = norm_heads(q_TNH, p["q_norm"], config)
+        k_TKH = norm_heads(k_TKH, p["k_norm"], config)
     return rotate(q_TNH, cos_TX, sin_TX), rotate(k_TKH, cos_TX, sin_TX), v_TKH
 
 
@@ -107,7 +107,8 @@ def after_attention(x_TD: jax.Array, out_TNH: jax.Array, p: Params, config: Mode
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_attention_norm"], config.norm_eps)
     x_TD = x_TD + h_TD
-    h_TD = gated_mlp(rms_norm(x_TD, p["mlp_norm"], config.norm_eps), p, config.activation)
+    h_TD = rms_norm(x_TD, p["mlp_norm"], config.norm_eps) if config.pre_norms else x_TD
+    h_TD = gated_mlp(h_TD, p, config.activation)
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_mlp_norm"], config.norm_eps)
     return x_TD + h_TD
@@ -127,12 +128,16 @@ def run_layers(
     x_TD: jax.Array,
     position_T: jax.Array,
     *,
+    length_T: jax.Array,
     attend: Attend,
     cache: Any,
     data: LayerData,
 ) -> tuple[jax.Array, Any]:
-    """Returns (x_TD, cache) after all layers, before the final norm."""
-    ropes = rope_tables(config, position_T)
+    """Returns (x_TD, cache) after all layers, before the final norm.
+
+    `length_T` has the final length of each token's sequence, by which some ropes choose.
+    """
+    ropes = rope_tables(config.ropes, config.rope_width, position_T, length_T)
 
     def one(carry, p, layer):
         return decoder_layer(carry[0], p, layer, config, ropes, attend, carry[1])

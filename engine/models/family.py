@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.models.config import ModelConfig, Rope
+from engine.models.config import ModelConfig
 
 Transform = Callable[[np.ndarray], np.ndarray]
 
@@ -18,12 +18,14 @@ class Entry(NamedTuple):
     """Where a parameter stands: its tensor, `transform` from stored to ours, `inverse` back.
 
     Both are None where the tensor is stored as it is used. Tables of "huggingface" have an inverse
-    wherever they have a transform, so that a model can be written again.
+    wherever they have a transform, so that a model can be written again. A tensor that several
+    parameters are cut from has them as its `part`s, in rows [start, stop) of its first axis.
     """
 
     tensor: str
     transform: Transform | None = None
     inverse: Transform | None = None
+    part: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Family:
     model_types: tuple[str, ...]  # `model_type` of config.json
     architectures: tuple[str, ...]  # `general.architecture` of GGUF
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    to_hf: Callable[[ModelConfig], dict[str, Any]]
-    from_gguf: Callable[[Mapping[str, Any]], ModelConfig]
     names: Callable[[str, ModelConfig], Names]
+    to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None  # of families that GGUF has
+    from_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
 
 
 def required(config: Mapping[str, Any], key: str) -> Any:
@@ -135,88 +137,34 @@ def sizes_from_gguf(meta: Mapping[str, Any], architecture: str) -> dict[str, Any
     }
 
 
-def rope_from_hf(config: Mapping[str, Any], parameters: Mapping[str, Any] | None) -> Rope:
-    """Returns the rope of a config, from `rope_parameters` (new) or the older top-level keys."""
-    old = config.get("rope_scaling") or {}
-    parameters = {"rope_theta": config.get("rope_theta"), **old, **(parameters or {})}
-    theta = float(parameters.get("rope_theta") or 10000.0)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    factor = float(parameters.get("factor") or 1.0)
-    part = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-    if part != 1:
-        raise ValueError(
-            f"partial_rotary_factor {part!r} is not supported; the whole head must be rotated"
-        )
-    if kind != "llama3":
-        # Equal ropes compare equal: only what the kind reads is set.
-        return Rope(theta, kind, factor) if kind == "linear" else Rope(theta, kind)
-    original = parameters.get("original_max_position_embeddings")
-    return Rope(
-        theta,
-        kind,
-        factor,
-        low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
-        original_max_position=int(original or config.get("max_position_embeddings") or 8192),
-    )
-
-
-def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """Returns the `rope_parameters` that `rope_from_hf` reads as this rope."""
-    parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        parameters["factor"] = rope.factor
-    if rope.kind == "llama3":
-        parameters["low_freq_factor"] = rope.low_freq_factor
-        parameters["high_freq_factor"] = rope.high_freq_factor
-        parameters["original_max_position_embeddings"] = rope.original_max_position
-    return parameters
-
-
-def rope_from_gguf(meta: Mapping[str, Any], architecture: str, *, theta: float) -> Rope:
-    """Returns the rope of GGUF metadata; `theta` is the base where the file names none.
-
-    A factor without a scaling type is linear, as the format has it, and so is its older key,
-    `scale_linear`. Raises ValueError for other
-    scalings, and where a part of the head only is rotated.
-    """
-    prefix = f"{architecture}.rope"
-    theta = float(meta.get(f"{prefix}.freq_base") or theta)
-    older = meta.get(f"{prefix}.scale_linear")
-    factor = float(meta.get(f"{prefix}.scaling.factor") or older or 1.0)
-    kind = meta.get(f"{prefix}.scaling.type") or "linear"
-    if kind not in ("none", "linear"):
-        raise ValueError(f"GGUF rope scaling {kind!r} is not supported; use none or linear")
-    head_width = sizes_from_gguf(meta, architecture)["head_width"]
-    if (rotated := meta.get(f"{prefix}.dimension_count", head_width)) != head_width:
-        raise ValueError(
-            f"{prefix}.dimension_count {rotated} must be the head size {head_width}; "
-            "a head that is rotated in part is not supported"
-        )
-    # Equal ropes compare equal: a factor of 1 is no scaling.
-    return Rope(theta, "linear", factor) if kind == "linear" and factor != 1 else Rope(theta)
-
-
 Conversions = Mapping[str, tuple[Transform, Transform | None]]
+Parts = Mapping[str, tuple[int, int]]
 
 
 def hf_names(
-    config: ModelConfig, layers: Mapping[str, str], conversions: Conversions | None = None
+    config: ModelConfig,
+    layers: Mapping[str, str],
+    conversions: Conversions | None = None,
+    parts: Parts | None = None,
 ) -> Names:
     """Returns the name table of a Hugging Face folder, for the parameters that `config` has.
 
-    `layers` is {parameter: name within a layer}, `conversions` {parameter: (transform, inverse)}.
+    `layers` is {parameter: name within a layer}, `conversions` {parameter: (transform, inverse)},
+    `parts` {parameter: its rows of a tensor that it shares}.
     """
     outer = {
         "embedding": "model.embed_tokens.weight",
         "final_norm": "model.norm.weight",
         "head": "lm_head.weight",
     }
-    return _present(config, outer, layers, "model.layers.{layer}.", conversions or {})
+    return _present(config, outer, layers, "model.layers.{layer}.", conversions, parts)
 
 
 def gguf_names(
-    config: ModelConfig, layers: Mapping[str, str], conversions: Conversions | None = None
+    config: ModelConfig,
+    layers: Mapping[str, str],
+    conversions: Conversions | None = None,
+    parts: Parts | None = None,
 ) -> Names:
     """Returns the name table of a GGUF file; arguments as for `hf_names`."""
     outer = {
@@ -224,7 +172,7 @@ def gguf_names(
         "final_norm": "output_norm.weight",
         "head": "output.weight",
     }
-    return _present(config, outer, layers, "blk.{layer}.", conversions or {})
+    return _present(config, outer, layers, "blk.{layer}.", conversions, parts)
 
 
 def _present(
@@ -232,16 +180,17 @@ def _present(
     outer: Mapping[str, str],
     layers: Mapping[str, str],
     prefix: str,
-    conversions: Conversions,
+    conversions: Conversions | None,
+    parts: Parts | None,
 ) -> Names:
     any_dtype = np.dtype(np.float32)
 
+    def entry(prefix, tensor, name):
+        transform, inverse = (conversions or {}).get(name, (None, None))
+        return Entry(prefix + tensor, transform, inverse, (parts or {}).get(name))
+
     def entries(prefix, tensors, specs):
-        return {
-            name: Entry(prefix + tensors[name], *conversions.get(name, ()))
-            for name in tensors
-            if name in specs
-        }
+        return {name: entry(prefix, tensors[name], name) for name in tensors if name in specs}
 
     return Names(
         entries("", outer, config.outer_specs(any_dtype)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.config import ModelConfig, Rope
+from engine.models.config import ModelConfig
 from engine.models.family import (
     Family,
     Names,
@@ -15,13 +15,12 @@ from engine.models.family import (
     gguf_names,
     hf_names,
     required,
-    rope_from_gguf,
-    rope_from_hf,
-    rope_to_hf,
     sizes_from_gguf,
     sizes_from_hf,
     sizes_to_hf,
 )
+from engine.models.rope import Rope
+from engine.models.rope_keys import rope_from_gguf, rope_from_hf, rope_to_hf
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GELU = "gelu_pytorch_tanh"
@@ -127,7 +126,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 ALWAYS: dict[str, Any] = {
     "family": "gemma3",
     "activation": "gelu_tanh",
-    "qk_norm": True,
+    "qk_norm": "head",
     "post_norms": True,
 }
 
@@ -189,4 +188,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     return hf_names(config, HF_LAYERS, dict.fromkeys(NORMS, (plus_one, minus_one)))
 
 
-FAMILY = Family("gemma3", ("gemma3_text",), ("gemma3",), from_hf, to_hf, from_gguf, names)
+FAMILY = Family("gemma3", ("gemma3_text",), ("gemma3",), from_hf, names, to_hf, from_gguf)

@@ -13,12 +13,16 @@ from engine.models.family import (
     Transform,
     gguf_names,
     hf_names,
-    rope_from_gguf,
-    rope_from_hf,
-    rope_to_hf,
     sizes_from_gguf,
     sizes_from_hf,
     sizes_to_hf,
+)
+from engine.models.rope_keys import (
+    rope_from_gguf,
+    rope_from_hf,
+    rope_to_hf,
+    rotary_width,
+    rotary_width_from_gguf,
 )
 
 HF_LAYERS = {
@@ -75,12 +79,15 @@ def plain_from_hf(config: Mapping[str, Any], *, max_position: int) -> dict[str, 
         raise ValueError(f"hidden_act {activation!r} is not supported here; use silu")
     sizes = sizes_from_hf(config, max_position=max_position)
     sizes["tied_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    return plain(sizes) | {"ropes": (rope_from_hf(config, config.get("rope_parameters")),)}
+    rope = config.get("rope_parameters")
+    width = rotary_width(config, rope, sizes["head_width"])
+    return plain(sizes, width) | {"ropes": (rope_from_hf(config, rope),)}
 
 
-def plain(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Returns `sizes` with what such a decoder has in every layer."""
+def plain(sizes: dict[str, Any], rotary: int) -> dict[str, Any]:
+    """Returns `sizes` with what such a decoder has in every layer; `rotary` of a head turns."""
     return sizes | {
+        "rotary_width": None if rotary == sizes["head_width"] else rotary,
         "activation": "silu",
         "rope_of_layer": (0,) * sizes["num_layers"],
         "windows": (None,) * sizes["num_layers"],
@@ -102,6 +109,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def plain_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Returns the keys that `plain_from_hf` reads."""
     rope = rope_to_hf(config.ropes[0])
+    if config.rotary_width is not None:
+        rope["partial_rotary_factor"] = config.rotary_width / config.head_width
     return {**sizes_to_hf(config), "hidden_act": "silu", "rope_parameters": rope}
 
 
@@ -113,7 +122,9 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 def plain_from_gguf(meta: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Returns the same fields as `plain_from_hf`, of a GGUF file's metadata."""
     rope = rope_from_gguf(meta, architecture, theta=10000.0)
-    return plain(sizes_from_gguf(meta, architecture)) | {"ropes": (rope,)}
+    sizes = sizes_from_gguf(meta, architecture)
+    width = rotary_width_from_gguf(meta, architecture, sizes["head_width"])
+    return plain(sizes, width) | {"ropes": (rope,)}
 
 
 def unpermute(heads: int) -> Transform:
@@ -140,4 +151,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     )
 
 
-FAMILY = Family("llama", ("llama",), ("llama",), from_hf, to_hf, from_gguf, names)
+FAMILY = Family("llama", ("llama",), ("llama",), from_hf, names, to_hf, from_gguf)

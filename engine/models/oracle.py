@@ -16,9 +16,9 @@ from engine.models.decoder import (
     head_logits,
     layer_data,
     map_layers,
-    rope_tables,
     segment_data,
 )
+from engine.models.rope import rope_tables
 
 
 def dense_attend(config: ModelConfig, mask_TT: jax.Array | None):
@@ -49,18 +49,21 @@ def forward(
     token_T: jax.Array,
     position_T: jax.Array | None = None,
     mask_TT: jax.Array | None = None,
+    length: jax.Array | int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logits_TV float32, hidden [L + 1, T, D]).
 
     hidden[0] is the embeddings and hidden[l] layer l's output, before the final norm. Positions
     default to 0 .. T-1; `mask_TT` (row: query) replaces the causal mask, windows still hold.
+    `length` is the sequence's final length, by which some ropes choose; T if not given.
     """
     T = token_T.shape[0]
     if position_T is None:
         position_T = jnp.arange(T, dtype=jnp.int32)
     dtype = params["embedding"].dtype
     x_TD = embed(params, config, token_T, dtype)
-    ropes = rope_tables(config, position_T)
+    length_T = jnp.full_like(position_T, T if length is None else length)
+    ropes = rope_tables(config.ropes, config.rope_width, position_T, length_T)
     attend = dense_attend(config, mask_TT)
     hidden_LTD = jnp.zeros((config.num_layers + 1, *x_TD.shape), dtype).at[0].set(x_TD)
 

@@ -60,4 +60,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     return hf_names(config, HF_LAYERS)
 
 
-FAMILY = Family("qwen2", ("qwen2",), ("qwen2",), from_hf, to_hf, from_gguf, names)
+FAMILY = Family("qwen2", ("qwen2",), ("qwen2",), from_hf, names, to_hf, from_gguf)
