@@ -6,6 +6,7 @@ stream through the host one at a time.
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -23,17 +24,18 @@ _MOST_NAMES_SHOWN = 4
 class Source(NamedTuple):
     """Where a parameter comes from.
 
-    `names` is one tensor, or with `stack` the tensors of all layers, which are stacked on a new
-    leading axis. With `rows` it is rows [start, stop) of each, whose other rows belong to other
-    parameters; all rows must belong to one. `transform` is applied to each tensor before stacking; it must be a function of
+    `names` is one tensor, or the tensors that are stacked on `stack` new leading axes: of layers, of
+    experts, or of both. With `rows` it is rows [start, stop) of each, whose other rows belong to other
+    parameters; all rows must belong to one. With a `share`, others may read the tensor too. `transform` is applied to each tensor before stacking; it must be a function of
     the array alone, whose result's shape depends on the shape only. Share one function object
     among like sources: its shape is then worked out once.
     """
 
     names: tuple[str, ...]
     transform: Callable[[np.ndarray], np.ndarray] | None = None
-    stack: bool = False
+    stack: int = 0
     rows: tuple[int, int] | None = None
+    share: str | None = None
 
 
 class Target(NamedTuple):
@@ -71,14 +73,14 @@ def check_parameters(
         raise ValueError(f"{checkpoint.path}: parameters without a source: {_list(without)}")
     if without := sorted(sources.keys() - targets.keys()):
         raise ValueError(f"{checkpoint.path}: sources without a parameter: {_list(without)}")
-    used_by: dict[tuple[str, tuple[int, int] | None], str] = {}
+    used_by: dict[tuple[str, tuple[int, int] | None, str | None], str] = {}
     rows_of: dict[str, list[tuple[int, int]]] = {}
     missing = []
     for path, source in sources.items():
         if len(source.names) != 1 and not source.stack:
             raise ValueError(f"parameter {path}: {len(source.names)} tensors, but no stack")
         for name in source.names:
-            key = (name, source.rows)
+            key = (name, source.rows, source.share)
             if key in used_by:
                 raise ValueError(
                     f"{checkpoint.path}: tensor {name!r} is used twice, by parameters "
@@ -127,11 +129,11 @@ def _check_shape(
     shapes: dict[Any, tuple[int, ...]],
 ) -> None:
     """Raises ValueError unless each tensor, transformed, fits its place in the target."""
-    if source.stack and target.shape[:1] != (len(source.names),):
+    if source.stack and math.prod(target.shape[: source.stack]) != len(source.names):
         raise ValueError(
             f"parameter {path} of shape {target.shape} is stacked from {len(source.names)} tensors"
         )
-    needed = tuple(target.shape[1:] if source.stack else target.shape)
+    needed = tuple(target.shape[source.stack :])
     for name in source.names:
         stored = checkpoint.tensors[name].shape
         if source.rows is not None:
@@ -180,11 +182,12 @@ def _read(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> 
         parameter[...] = array
         return parameter
     parameter = aligned_empty(target.shape, target.dtype)
+    flat = parameter.reshape(len(source.names), *target.shape[source.stack :])
     for index, name in enumerate(source.names):
         array = _read_tensor(checkpoint, name, source)
-        if array.shape != parameter.shape[1:]:
+        if array.shape != flat.shape[1:]:
             raise ValueError(f"tensor {name!r} came as {array.shape} for parameter {path}")
-        parameter[index] = array
+        flat[index] = array
     return parameter
 
 

@@ -202,12 +202,17 @@ def parameter_tables(
 def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool) -> Source:
     """Returns where the parameter at a tree path stands in the checkpoint."""
     keys = path_keys(path)
-    if not stacked or keys[0] != "segments":
-        entry = entry_of(path, names, config)
-        return Source((entry.tensor,), entry.transform, rows=entry.part)
-    entry = names.layers[keys[-1]]
-    tensors = tuple(entry.tensor.format(layer=i) for i in config.segments()[keys[1]])
-    return Source(tensors, entry.transform, stack=True, rows=entry.part)
+    if keys[0] != "segments":
+        entry, layers = names.outer[keys[0]], [0]
+    else:
+        run = config.segments()[keys[1]]
+        entry, layers = names.layers[keys[-1]], list(run if stacked else [run[keys[2]]])
+    several = "{expert}" in entry.tensor
+    experts = range(config.experts.count if several and config.experts else 1)
+    tensors = tuple(entry.tensor.format(layer=i, expert=e) for i in layers for e in experts)
+    stack = int(stacked and keys[0] == "segments") + int(several)
+    rows, share = (None, entry.part) if isinstance(entry.part, str) else (entry.part, None)
+    return Source(tensors, entry.transform, stack, rows, share)
 
 
 def entry_of(path: tuple[Any, ...], names: Names, config: ModelConfig) -> Entry:

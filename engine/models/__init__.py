@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: each file maps a checkpoint's config and tensor names to the one decoder."""
 
-from engine.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
+from engine.models import (
+    deepseek,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+)
 from engine.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -13,4 +26,8 @@ FAMILIES: tuple[Family, ...] = (
     gemma2.FAMILY,
     gemma3.FAMILY,
     olmo2.FAMILY,
+    mixtral.FAMILY,
+    qwen_moe.FAMILY,
+    deepseek.FAMILY,
+    gpt_oss.FAMILY,
 )

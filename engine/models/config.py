@@ -6,7 +6,67 @@ import dataclasses
 import numpy as np
 
 from engine.models.rope import Rope
+from engine.models.specs import layer_specs
 from sharding import Spec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A feed-forward of many MLPs, of which a router chooses some for each token.
+
+    scoring: "softmax" or "sigmoid" of the router's logits.   normalize: weights of the chosen sum
+    to 1.   scale: multiplies them.   groups, chosen_groups: the best groups are chosen first, each by
+    the sum of its `group_best` best experts.   correction: a bias that counts for the choice only.
+    shared_width: of an MLP that sees every token, 0 if there is none, weighed by a sigmoid of its
+    own if `shared_gate`.   clamp: of the gpt-oss activation, whose slope is `swish_slope`.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    activation: str = "silu"
+    scoring: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_best: int = 1
+    correction: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    biases: bool = False
+    clamp: float | None = None
+    swish_slope: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chosen <= self.count:
+            raise ValueError(f"{self.chosen} experts of {self.count} cannot be chosen for a token")
+        if self.count % self.groups or not 0 < self.chosen_groups <= self.groups:
+            raise ValueError(
+                f"{self.count} experts in {self.groups} groups, of which {self.chosen_groups} are "
+                "chosen: groups must be of one size, and enough"
+            )
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring {self.scoring!r} is neither softmax nor sigmoid")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): what is cached of a token is `rank` numbers
+    that the keys and values of all heads are made of, and `rope_width` of a key that they share.
+    """
+
+    rank: int
+    rope_width: int
+    plain_width: int  # of a head's query and key that is not rotated
+    value_width: int
+    query_rank: int | None = None  # queries go through so many numbers; None: straight from x
+
+    @property
+    def cell_width(self) -> int:
+        """Numbers that are cached of a token, in one layer."""
+        return self.rank + self.rope_width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +104,10 @@ class ModelConfig:
     rotary_width: int | None = None  # rotated coordinates of a head, its first; None: all
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    sinks: bool = False  # a learned logit a head that takes weight and has no value
+    latent: Latent | None = None
+    experts: Experts | None = None
+    expert_layers: tuple[bool, ...] = ()  # which layers have experts; empty: none
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -56,54 +120,19 @@ class ModelConfig:
             raise ValueError(f"qk_norm {self.qk_norm!r} is neither head nor whole")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation {self.activation!r} is neither silu nor gelu_tanh")
-        for name in ("rope_of_layer", "windows"):
+        if self.experts is None and any(self.expert_layers):
+            raise ValueError("layers with experts need to know which")
+        for name in ("rope_of_layer", "windows", *(["expert_layers"] if self.experts else [])):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(f"{name} must have one entry for each of {self.num_layers} layers")
 
-    def layer_specs(self, dtype: np.dtype) -> dict[str, Spec]:
-        """Returns one layer's parameters.
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer's feed-forward is of experts."""
+        return bool(self.expert_layers) and self.expert_layers[layer]
 
-        Matrices are [out, in], as checkpoints have them, heads folded into one axis: XLA's CPU
-        backend would transpose a matrix of three axes at every step.
-        """
-        D, F, N, K, H = (
-            self.width,
-            self.ffn_width,
-            self.query_heads,
-            self.kv_heads,
-            self.head_width,
-        )
-        norm = Spec((D,), ("width",), np.dtype(np.float32))
-        specs = {
-            "q": Spec((N * H, D), ("query_heads", "width"), dtype),
-            "k": Spec((K * H, D), ("kv_heads", "width"), dtype),
-            "v": Spec((K * H, D), ("kv_heads", "width"), dtype),
-            "o": Spec((D, N * H), ("width", "query_heads"), dtype),
-            "gate": Spec((F, D), ("ffn", "width"), dtype),
-            "up": Spec((F, D), ("ffn", "width"), dtype),
-            "down": Spec((D, F), ("width", "ffn"), dtype),
-        }
-        if self.qkv_bias:
-            specs["q_bias"] = Spec((N * H,), ("query_heads",), dtype)
-            specs["k_bias"] = Spec((K * H,), ("kv_heads",), dtype)
-            specs["v_bias"] = Spec((K * H,), ("kv_heads",), dtype)
-        if self.output_bias:
-            specs["o_bias"] = Spec((D,), ("width",), dtype)
-        if self.mlp_bias:
-            specs["gate_bias"] = Spec((F,), ("ffn",), dtype)
-            specs["up_bias"] = Spec((F,), ("ffn",), dtype)
-            specs["down_bias"] = Spec((D,), ("width",), dtype)
-        if self.qk_norm == "head":
-            head_norm = Spec((H,), (None,), np.dtype(np.float32))
-            specs |= {"q_norm": head_norm, "k_norm": head_norm}
-        if self.qk_norm == "whole":
-            specs["q_norm"] = Spec((N * H,), ("query_heads",), np.dtype(np.float32))
-            specs["k_norm"] = Spec((K * H,), ("kv_heads",), np.dtype(np.float32))
-        if self.pre_norms:
-            specs |= {"attention_norm": norm, "mlp_norm": norm}
-        if self.post_norms:
-            specs |= {"post_attention_norm": norm, "post_mlp_norm": norm}
-        return specs
+    def layer_specs(self, dtype: np.dtype, layer: int = 0) -> dict[str, Spec]:
+        """Returns one layer's parameters; see `engine/models/specs.py`."""
+        return layer_specs(self, dtype, self.has_experts(layer))
 
     def outer_specs(self, dtype: np.dtype) -> dict[str, Spec]:
         """Returns the parameters outside the layers."""
@@ -122,5 +151,8 @@ class ModelConfig:
         return self.rotary_width or self.head_width
 
     def segments(self) -> tuple[range, ...]:
-        """Returns the runs of like layers; a dense decoder is one run."""
-        return (range(self.num_layers),)
+        """Returns the runs of like layers: dense ones, and those with experts."""
+        kinds = [self.has_experts(layer) for layer in range(self.num_layers)]
+        starts = [n for n, kind in enumerate(kinds) if n == 0 or kind != kinds[n - 1]]
+        ends = [*starts[1:], self.num_layers]
+        return tuple(range(start, end) for start, end in zip(starts, ends, strict=True))

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.experts import expert_mlp
 from engine.layers import Params, gated_mlp, linear, matmul, rms_norm, rotate
-from engine.models.config import ModelConfig
+from engine.models.config import Latent, ModelConfig
 from engine.models.rope import rope_tables
 from pallas_kernels.paged_attention import NO_WINDOW
 
@@ -29,8 +30,27 @@ class LayerData(NamedTuple):
     place: Any
 
 
-# (cache, layer, q_TNH, k_TKH, v_TKH) -> (cache, out_TNH): how a layer meets the other tokens.
-Attend = Callable[[Any, LayerData, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+class Heads(NamedTuple):
+    """What a layer's attention takes. Of latent attention with absorbed weights, v is None: a
+    token has one key for all heads, whose first numbers are its value.
+    """
+
+    q_TNH: jax.Array
+    k_TKH: jax.Array
+    v_TKX: jax.Array | None
+    sinks_N: jax.Array | None = None
+
+
+class Tokens(NamedTuple):
+    """The tokens that run through the layers."""
+
+    position_T: jax.Array
+    length_T: jax.Array  # the final length of each one's sequence, by which some ropes choose
+    valid_T: jax.Array  # bool; padding is sent to no expert
+
+
+# (cache, layer, heads) -> (cache, out_TNX): how a layer meets the other tokens.
+Attend = Callable[[Any, LayerData, Heads], tuple[Any, jax.Array]]
 
 
 def layer_data(config: ModelConfig, groups: Any = None, places: Any = None) -> LayerData:
@@ -89,58 +109,107 @@ def norm_heads(x_TNH: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.
 
 
 # The two halves of a layer are programs within the program: unrolled layers share one trace.
-@partial(jax.jit, static_argnames="config")
-def before_attention(x_TD: jax.Array, p: Params, config: ModelConfig, cos_TX, sin_TX):
-    """Returns (q_TNH, k_TKH, v_TKH), normed, projected and rotated."""
+@partial(jax.jit, static_argnames=("config", "expand"))
+def before_attention(
+    x_TD: jax.Array, p: Params, config: ModelConfig, cos_TX, sin_TX, expand: bool
+) -> Heads:
+    """Returns what attention takes: normed, projected and rotated.
+
+    With `expand`, latent attention has keys and values of every head, as if it were none.
+    """
     h_TD = rms_norm(x_TD, p["attention_norm"], config.norm_eps) if config.pre_norms else x_TD
+    if config.latent is not None:
+        return latent_heads(h_TD, p, config, config.latent, cos_TX, sin_TX, expand)
     q_TNH, k_TKH, v_TKH = queries_keys_values(h_TD, p, config)
     if config.qk_norm:
         q_TNH = norm_heads(q_TNH, p["q_norm"], config)
         k_TKH = norm_heads(k_TKH, p["k_norm"], config)
-    return rotate(q_TNH, cos_TX, sin_TX), rotate(k_TKH, cos_TX, sin_TX), v_TKH
+    q_TNH, k_TKH = rotate(q_TNH, cos_TX, sin_TX), rotate(k_TKH, cos_TX, sin_TX)
+    return Heads(q_TNH, k_TKH, v_TKH, p.get("sinks"))
 
 
-@partial(jax.jit, static_argnames="config")
-def after_attention(x_TD: jax.Array, out_TNH: jax.Array, p: Params, config: ModelConfig):
-    """Returns x_TD with attention's output and the MLP's added."""
-    h_TD = linear(out_TNH.reshape(x_TD.shape[0], -1), p["o"], p.get("o_bias"))
+def latent_heads(
+    h_TD: jax.Array, p: Params, config: ModelConfig, latent: Latent, cos_TX, sin_TX, expand: bool
+) -> Heads:
+    """Returns the heads of latent attention, expanded or with their weights absorbed.
+
+    Absorbed, a query is brought to the latent by the keys' weights: q . (U c) = (U^T q) . c.
+    """
+    T, N, R, P = h_TD.shape[0], config.query_heads, latent.rank, latent.plain_width
+    if latent.query_rank is None:
+        q_TX = linear(h_TD, p["q"])
+    else:
+        q_TX = linear(rms_norm(linear(h_TD, p["q_down"]), p["q_norm"], config.norm_eps), p["q_up"])
+    q_TNX = q_TX.reshape(T, N, P + latent.rope_width)
+    down_TX = linear(h_TD, p["kv_down"])
+    c_TR = rms_norm(down_TX[:, :R], p["kv_norm"], config.norm_eps)
+    q_rope = rotate(q_TNX[..., P:], cos_TX, sin_TX)
+    k_rope = rotate(down_TX[:, None, R:], cos_TX, sin_TX)
+    if expand:
+        k_TNP = einsum("tr,npr->tnp", c_TR, p["k_up"])
+        v_TNV = einsum("tr,nvr->tnv", c_TR, p["v_up"])
+        k_rope = jnp.broadcast_to(k_rope, (T, N, latent.rope_width))
+        k_TNX = jnp.concatenate([k_TNP, k_rope], axis=-1)
+        return Heads(jnp.concatenate([q_TNX[..., :P], q_rope], axis=-1), k_TNX, v_TNV)
+    q_TNR = einsum("tnp,npr->tnr", q_TNX[..., :P], p["k_up"])
+    cell_T1X = jnp.concatenate([c_TR[:, None], k_rope], axis=-1)
+    return Heads(jnp.concatenate([q_TNR, q_rope], axis=-1), cell_T1X, None)
+
+
+def einsum(formula: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns a product accumulated in float32, in x's dtype."""
+    return jnp.einsum(formula, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+@partial(jax.jit, static_argnames=("config", "expand"))
+def after_attention(
+    x_TD: jax.Array, out_TNX: jax.Array, valid_T: jax.Array, p: Params, config: ModelConfig, expand
+) -> jax.Array:
+    """Returns x_TD with attention's output and the feed-forward's added."""
+    if config.latent is not None and not expand:
+        out_TNX = einsum("tnr,nvr->tnv", out_TNX, p["v_up"])
+    h_TD = linear(out_TNX.reshape(x_TD.shape[0], -1), p["o"], p.get("o_bias"))
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_attention_norm"], config.norm_eps)
     x_TD = x_TD + h_TD
     h_TD = rms_norm(x_TD, p["mlp_norm"], config.norm_eps) if config.pre_norms else x_TD
-    h_TD = gated_mlp(h_TD, p, config.activation)
+    if config.experts is not None and "router" in p:
+        h_TD = expert_mlp(h_TD, valid_T, p, config.experts)
+    else:
+        h_TD = gated_mlp(h_TD, p, config.activation)
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_mlp_norm"], config.norm_eps)
     return x_TD + h_TD
 
 
-def decoder_layer(x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, attend, cache):
+def decoder_layer(
+    x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, valid_T, attend, cache, expand
+):
     """Returns (x_TD, cache) after one layer."""
     cos_TX, sin_TX = ropes[0][layer.rope], ropes[1][layer.rope]
-    heads = before_attention(x_TD, p, config, cos_TX, sin_TX)
-    cache, out_TNH = attend(cache, layer, *heads)
-    return after_attention(x_TD, out_TNH, p, config), cache
+    heads = before_attention(x_TD, p, config, cos_TX, sin_TX, expand)
+    cache, out_TNX = attend(cache, layer, heads)
+    return after_attention(x_TD, out_TNX, valid_T, p, config, expand), cache
 
 
 def run_layers(
     params: Params,
     config: ModelConfig,
     x_TD: jax.Array,
-    position_T: jax.Array,
+    tokens: Tokens,
     *,
-    length_T: jax.Array,
     attend: Attend,
     cache: Any,
     data: LayerData,
 ) -> tuple[jax.Array, Any]:
-    """Returns (x_TD, cache) after all layers, before the final norm.
-
-    `length_T` has the final length of each token's sequence, by which some ropes choose.
-    """
-    ropes = rope_tables(config.ropes, config.rope_width, position_T, length_T)
+    """Returns (x_TD, cache) after all layers, before the final norm."""
+    ropes = rope_tables(config.ropes, config.rope_width, tokens.position_T, tokens.length_T)
 
     def one(carry, p, layer):
-        return decoder_layer(carry[0], p, layer, config, ropes, attend, carry[1])
+        x_TD, cache = carry
+        return decoder_layer(
+            x_TD, p, layer, config, ropes, tokens.valid_T, attend, cache, expand=False
+        )
 
     carry = (x_TD, cache)
     for run, segment in zip(config.segments(), params["segments"], strict=True):

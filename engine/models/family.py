@@ -19,13 +19,15 @@ class Entry(NamedTuple):
 
     Both are None where the tensor is stored as it is used. Tables of "huggingface" have an inverse
     wherever they have a transform, so that a model can be written again. A tensor that several
-    parameters are cut from has them as its `part`s, in rows [start, stop) of its first axis.
+    parameters are cut from has them as its `part`s, in rows [start, stop) of its first axis, or,
+    where their transforms tell them apart, by names of their own. "{expert}" in a tensor's name
+    stands for each expert, whose tensors are stacked.
     """
 
     tensor: str
     transform: Transform | None = None
     inverse: Transform | None = None
-    part: tuple[int, int] | None = None
+    part: tuple[int, int] | str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Family:
     names: Callable[[str, ModelConfig], Names]
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None  # of families that GGUF has
     from_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
+
+
+def transposed(weight: np.ndarray) -> np.ndarray:
+    """Returns the matrix, or each of a stack of them, from [out, in] to [in, out] and back."""
+    return np.swapaxes(weight, -1, -2)
 
 
 def required(config: Mapping[str, Any], key: str) -> Any:
@@ -138,7 +145,7 @@ def sizes_from_gguf(meta: Mapping[str, Any], architecture: str) -> dict[str, Any
 
 
 Conversions = Mapping[str, tuple[Transform, Transform | None]]
-Parts = Mapping[str, tuple[int, int]]
+Parts = Mapping[str, tuple[int, int] | str]
 
 
 def hf_names(
@@ -194,8 +201,16 @@ def _present(
 
     return Names(
         entries("", outer, config.outer_specs(any_dtype)),
-        entries(prefix, layers, config.layer_specs(any_dtype)),
+        entries(prefix, layers, every_layers_specs(config, any_dtype)),
     )
+
+
+def every_layers_specs(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameters that some layer has."""
+    runs = config.segments()
+    return {
+        name: spec for run in runs for name, spec in config.layer_specs(dtype, run.start).items()
+    }
 
 
 def ids_of(value: Any) -> tuple[int, ...]:

@@ -10,11 +10,16 @@ from engine.models.llama import HF_LAYERS, plain_from_hf
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Returns the ModelConfig of a Hugging Face mistral config; a window of null is none."""
+    """Returns the ModelConfig of a Hugging Face mistral config."""
+    return ModelConfig(family="mistral", **fields_from_hf(config))
+
+
+def fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a llama with one window in all layers; one of null is none."""
     fields = plain_from_hf(config, max_position=131072)
     if config.get("sliding_window") is not None:
         fields["windows"] = (count(config, "sliding_window"),) * fields["num_layers"]
-    return ModelConfig(family="mistral", **fields)
+    return fields
 
 
 def names(kind: str, config: ModelConfig) -> Names:

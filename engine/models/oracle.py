@@ -24,7 +24,8 @@ from engine.models.rope import rope_tables
 def dense_attend(config: ModelConfig, mask_TT: jax.Array | None):
     """Returns an `Attend` over all tokens at once; `mask_TT` replaces the causal mask if given."""
 
-    def attend(cache, layer, q_TNH, k_TKH, v_TKH):
+    def attend(cache, layer, heads):
+        q_TNH, k_TKH, v_TKX, sinks_N = heads
         T, N, H = q_TNH.shape
         K = k_TKH.shape[1]
         q_TKGH = q_TNH.reshape(T, K, N // K, H)
@@ -36,9 +37,13 @@ def dense_attend(config: ModelConfig, mask_TT: jax.Array | None):
         distance_TT = index_T[:, None] - index_T[None, :]
         seen_TT = (distance_TT >= 0) if mask_TT is None else mask_TT
         seen_TT = seen_TT & (distance_TT < layer.window)
-        weights = jax.nn.softmax(jnp.where(seen_TT[None, None], logits, -jnp.inf), axis=-1)
-        out_TKGH = jnp.einsum("kgts,skh->tkgh", weights.astype(v_TKH.dtype), v_TKH)
-        return cache, out_TKGH.reshape(T, N, H)
+        logits = jnp.where(seen_TT[None, None], logits, -jnp.inf)
+        if sinks_N is not None:  # one more logit a query, whose weight is thrown away
+            sinks = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (K, N // K, T, 1))
+            logits = jnp.concatenate([logits, sinks.astype(jnp.float32)], axis=-1)
+        weights = jax.nn.softmax(logits, axis=-1)[..., :T]
+        out_TKGX = jnp.einsum("kgts,skx->tkgx", weights.astype(v_TKX.dtype), v_TKX)
+        return cache, out_TKGX.reshape(T, N, -1)
 
     return attend
 
@@ -55,7 +60,7 @@ def forward(
 
     hidden[0] is the embeddings and hidden[l] layer l's output, before the final norm. Positions
     default to 0 .. T-1; `mask_TT` (row: query) replaces the causal mask, windows still hold.
-    `length` is the sequence's final length, by which some ropes choose; T if not given.
+    `length` is how many tokens the sequence has, T if not given: padding may follow them.
     """
     T = token_T.shape[0]
     if position_T is None:
@@ -63,13 +68,16 @@ def forward(
     dtype = params["embedding"].dtype
     x_TD = embed(params, config, token_T, dtype)
     length_T = jnp.full_like(position_T, T if length is None else length)
+    valid_T = jnp.arange(T, dtype=jnp.int32) < length_T
     ropes = rope_tables(config.ropes, config.rope_width, position_T, length_T)
     attend = dense_attend(config, mask_TT)
     hidden_LTD = jnp.zeros((config.num_layers + 1, *x_TD.shape), dtype).at[0].set(x_TD)
 
     def one(carry, p, layer):
         x_TD, hidden_LTD, index = carry
-        x_TD, _ = decoder_layer(x_TD, p, layer, config, ropes, attend, None)
+        x_TD, _ = decoder_layer(
+            x_TD, p, layer, config, ropes, valid_T, attend, None, expand=True
+        )
         return x_TD, hidden_LTD.at[index].set(x_TD), index + 1
 
     carry = (x_TD, hidden_LTD, jnp.int32(1))

@@ -12,9 +12,9 @@ from engine.models.config import ModelConfig
 
 def parameter_specs(config: ModelConfig, dtype: np.dtype, *, stacked: bool) -> dict[str, Any]:
     """Returns the tree of `Spec` that the decoder's parameters follow."""
-    layer = config.layer_specs(dtype)
     segments: list[Any] = []
     for run in config.segments():
+        layer = config.layer_specs(dtype, run.start)
         if stacked:
             segments.append({name: spec.stacked(len(run)) for name, spec in layer.items()})
         else:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts feed-forward: routing, and the experts' MLPs over sorted tokens.
+
+No token is dropped, and rows of padding are sent to no expert.
+Letters: T tokens, D width, E experts, K experts a token, S = T K sorted rows, F an expert's width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from engine.layers import ACTIVATIONS, Params, gated_mlp, linear, matmul
+from engine.models.config import Experts
+
+
+def expert_mlp(x_TD: jax.Array, valid_T: jax.Array, p: Params, experts: Experts) -> jax.Array:
+    """Returns the weighted sum of the chosen experts' outputs, and of the shared ones'."""
+    logits_TE = matmul(x_TD, p["router"])
+    if experts.router_bias:
+        logits_TE = logits_TE + p["router_bias"].astype(jnp.float32)[None]
+    weight_TK, expert_TK = route(logits_TE, p.get("router_correction"), experts)
+    y_TD = routed_mlp(x_TD, weight_TK, jnp.where(valid_T[:, None], expert_TK, experts.count), p, experts)
+    if experts.shared_width:
+        shared = {name.removeprefix("shared_"): p[name] for name in p if name.startswith("shared_")}
+        shared_TD = gated_mlp(x_TD, shared, experts.activation)
+        if experts.shared_gate:
+            gate_T1 = jax.nn.sigmoid(matmul(x_TD, p["gate_of_shared"]))
+            shared_TD = (gate_T1 * shared_TD.astype(jnp.float32)).astype(x_TD.dtype)
+        y_TD = y_TD + shared_TD
+    return y_TD
+
+
+def route(
+    logits_TE: jax.Array, correction_E: jax.Array | None, experts: Experts
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (weight_TK float32, expert_TK int32): the experts of each token.
+
+    Scores are a softmax or sigmoids of the router's logits. With groups, the best groups are
+    chosen first, by their best expert or the sum of their two best (DeepSeek-V2 and V3); the
+    correction counts for the choice only. Ties go to the lower id.
+    """
+    sigmoid = experts.scoring == "sigmoid"
+    score_TE = jax.nn.sigmoid(logits_TE) if sigmoid else jax.nn.softmax(logits_TE, axis=-1)
+    choice_TE = score_TE
+    if correction_E is not None:
+        choice_TE = score_TE + correction_E.astype(jnp.float32)[None]
+    if experts.groups > 1:
+        choice_TE = _within_groups(choice_TE, experts)
+    _, expert_TK = jax.lax.top_k(choice_TE, experts.chosen)
+    weight_TK = jnp.take_along_axis(score_TE, expert_TK, axis=1)
+    if experts.normalize:
+        weight_TK = weight_TK / (weight_TK.sum(axis=-1, keepdims=True) + 1e-20)
+    return weight_TK * experts.scale, expert_TK.astype(jnp.int32)
+
+
+def _within_groups(choice_TE: jax.Array, experts: Experts) -> jax.Array:
+    """Returns the scores, -inf outside the best groups."""
+    T, E = choice_TE.shape
+    grouped = choice_TE.reshape(T, experts.groups, E // experts.groups)
+    best, _ = jax.lax.top_k(grouped, experts.group_best)
+    _, chosen = jax.lax.top_k(best.sum(axis=-1), experts.chosen_groups)
+    kept = jnp.zeros((T, experts.groups), bool)
+    kept = kept.at[jnp.arange(T, dtype=jnp.int32)[:, None], chosen].set(True)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(T, E)
+
+
+def routed_mlp(
+    x_TD: jax.Array, weight_TK: jax.Array, expert_TK: jax.Array, p: Params, experts: Experts
+) -> jax.Array:
+    """Returns the weighted outputs of each token's experts; an id of E is no expert."""
+    T, K = expert_TK.shape
+    E = experts.count
+    expert_S = expert_TK.reshape(-1)
+    order_S = jnp.argsort(expert_S, stable=True)
+    sorted_S = expert_S[order_S]
+    sizes_E = jnp.zeros(E, jnp.int32).at[expert_S].add(1, mode="drop")
+    x_SD = x_TD[order_S // K]
+
+    def grouped(rows, name):
+        y = jax.lax.ragged_dot(rows, p[name], sizes_E, preferred_element_type=jnp.float32)
+        bias = p.get(f"{name}_bias")
+        if bias is not None:
+            y = y + bias.at[sorted_S].get(mode="clip").astype(jnp.float32)
+        return y
+
+    gate_SF, up_SF = grouped(x_SD, "experts_gate"), grouped(x_SD, "experts_up")
+    hidden_SF = combined(gate_SF, up_SF, experts).astype(x_TD.dtype)
+    y_SD = grouped(hidden_SF, "experts_down")
+    # Rows of no expert hold what the product left there.
+    weight_S = jnp.where(sorted_S < E, weight_TK.reshape(-1)[order_S], 0.0)
+    y_SD = jnp.where((sorted_S < E)[:, None], y_SD, 0.0) * weight_S[:, None]
+    return jnp.zeros(x_TD.shape, jnp.float32).at[order_S // K].add(y_SD).astype(x_TD.dtype)
+
+
+def combined(gate_SF: jax.Array, up_SF: jax.Array, experts: Experts) -> jax.Array:
+    """Returns activation(gate) * up; with a clamp as gpt-oss has it: (up + 1) * gate * sigmoid."""
+    if experts.clamp is None:
+        return ACTIVATIONS[experts.activation](gate_SF) * up_SF
+    gate_SF = jnp.minimum(gate_SF, experts.clamp)
+    up_SF = jnp.clip(up_SF, -experts.clamp, experts.clamp)
+    return (up_SF + 1) * gate_SF * jax.nn.sigmoid(gate_SF * experts.swish_slope)
