@@ -4,8 +4,8 @@
 Layers of one KV kind (full attention, or one window) share page ids in groups of equal size; a
 page holds the cells of one group's layers, one place each. All groups use one pool and one id
 space, so a page freed by a windowed layer may serve a full one next. Where layers are unrolled
-the pool is a tuple of one array `[P, K, W, 2H]` a place (a stacked one would be copied there);
-where they are scanned it is one array `[place, P, K, W, 2H]` in the scan's carry.
+the pool is a tuple of one array `[P, K, W, C]` a place (a stacked one would be copied there);
+where they are scanned it is one array `[place, P, K, W, C]` in the scan's carry.
 """
 
 import dataclasses
@@ -36,19 +36,25 @@ class KVLayout:
     place_of_layer: tuple[int, ...]
     places: int
     kv_heads: int
-    head_width: int
+    cell_width: int  # numbers of a cell of one head
+    values: tuple[int, int]  # which of them are the value
     page_size: int
     dtype: np.dtype
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, all places together."""
-        return self.places * page_bytes(self.kv_heads, self.page_size, self.head_width, self.dtype)
+        return self.places * page_bytes(self.kv_heads, self.page_size, self.cell_width, self.dtype)
+
+    @property
+    def heads_axis(self) -> str | None:
+        """The logical axis of KV heads; the one of a latent belongs to all query heads."""
+        return "kv_heads" if self.values[0] > 0 else None
 
     def pool_spec(self, num_pages: int) -> Spec:
         """Returns the spec of one place of the pool."""
-        shape = (num_pages, *page_shape(self.kv_heads, self.page_size, self.head_width))
-        return Spec(shape, (None, "kv_heads", None, None), self.dtype)
+        shape = (num_pages, *page_shape(self.kv_heads, self.page_size, self.cell_width))
+        return Spec(shape, (None, self.heads_axis, None, None), self.dtype)
 
 
 def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype) -> KVLayout:
@@ -64,13 +70,16 @@ def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype) -> KVLayout:
             for place, layer in enumerate(layers[first : first + places]):
                 where[layer] = (len(groups), place)
             groups.append(PageGroup(window=window))
+    H, latent = config.head_width, config.latent
+    values = (H, 2 * H) if latent is None else (0, latent.rank)
     return KVLayout(
         groups=tuple(groups),
         group_of_layer=tuple(where[layer][0] for layer in range(config.num_layers)),
         place_of_layer=tuple(where[layer][1] for layer in range(config.num_layers)),
         places=places,
-        kv_heads=config.kv_heads,
-        head_width=config.head_width,
+        kv_heads=config.kv_heads if latent is None else 1,
+        cell_width=2 * H if latent is None else latent.cell_width,
+        values=values,
         page_size=page_size,
         dtype=np.dtype(dtype),
     )

@@ -24,6 +24,7 @@ from engine.kv import KVLayout, place_set, place_view
 from engine.layers import Params
 from engine.logits import Wishes, changed_logits, count_tokens, set_row
 from engine.models.config import ModelConfig
+from engine.models.decoder import Tokens as LayerTokens
 from engine.models.decoder import embed, final_norm, head_logits, layer_data, run_layers
 from engine.params import NO_TOKEN
 from engine.sampling import (
@@ -122,48 +123,57 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
     )
     offset_GT = jnp.concatenate([t.cell_GT % W for t in parts], axis=1)
     tables = [t.rows_G for t in parts]
+    layout = cfg.layout
     heads = cfg.rules.partition((None, "query_heads", None))
-    kv_heads = cfg.rules.partition((None, "kv_heads", None))
-    pages = cfg.rules.partition((None, "kv_heads", None, None))
+    cells = cfg.rules.partition((None, layout.heads_axis, None))
+    pages = cfg.rules.partition((None, layout.heads_axis, None, None))
+    by_head = cfg.rules.partition(("query_heads",))
 
-    def local(array, q_TNH, k_TKH, v_TKH, page_T, offset_T, window, group_rows):
+    def local(array, q_TNH, cell_TKC, sinks_N, page_T, offset_T, window, group_rows):
         """One shard's work: its own heads of all tokens."""
-        array = write_cells(array, k_TKH, v_TKH, page_T, offset_T)
+        array = write_cells(array, cell_TKC, page_T, offset_T)
         first, outputs = 0, []
         for group, rows in zip(body, group_rows, strict=True):
             count = group.rows * group.width
             q_BUNH = q_TNH[first : first + count].reshape(group.rows, group.width, *q_TNH.shape[1:])
-            out_BUNH = paged_attention(
+            out_BUNV = paged_attention(
                 q_BUNH,
                 array,
                 rows,
                 window,
                 scale=cfg.model.attention_scale,
                 softcap=cfg.model.attention_softcap,
+                sinks_N=sinks_N,
+                values=layout.values,
             )
-            outputs.append(out_BUNH.reshape(count, *q_TNH.shape[1:]))
+            outputs.append(out_BUNV.reshape(count, *out_BUNV.shape[2:]))
             first += count
         return array, jnp.concatenate(outputs)
 
     sharded = jax.shard_map(
         local,
         mesh=cfg.mesh,
-        in_specs=(pages, heads, kv_heads, kv_heads, *(PartitionSpec(),) * 4),
+        in_specs=(pages, heads, cells, by_head, *(PartitionSpec(),) * 4),
         out_specs=(pages, heads),
         check_vma=False,
     )
     sharded = jax.jit(sharded)  # unrolled layers share one trace
 
-    def attend(pool, layer, q_TNH, k_TKH, v_TKH):
+    def attend(pool, layer, heads):
         array, offset = place_view(pool, layer.place)
         rows = [
             r._replace(table_BJ=r.table_BJ[layer.group] + offset, start_B=r.start_B[layer.group])
             for r in tables
         ]
+        cell_TKC = heads.k_TKH
+        if heads.v_TKX is not None:
+            cell_TKC = jnp.concatenate([heads.k_TKH, heads.v_TKX], axis=-1)
         window = jnp.asarray(layer.window, jnp.int32)
         page_T, offset_T = page_GT[layer.group] + offset, offset_GT[layer.group]
-        array, out_TNH = sharded(array, q_TNH, k_TKH, v_TKH, page_T, offset_T, window, rows)
-        return place_set(pool, layer.place, array), out_TNH
+        array, out_TNV = sharded(
+            array, heads.q_TNH, cell_TKC, heads.sinks_N, page_T, offset_T, window, rows
+        )
+        return place_set(pool, layer.place, array), out_TNV
 
     return attend
 
@@ -238,8 +248,11 @@ def run_body(
         params,
         cfg.model,
         embed(params, cfg.model, token_T, cfg.layout.dtype),
-        position_T,
-        length_T=jnp.concatenate([tokens.length_T for tokens in parts]),
+        LayerTokens(
+            position_T,
+            length_T=jnp.concatenate([tokens.length_T for tokens in parts]),
+            valid_T=jnp.concatenate([tokens.valid_T for tokens in parts]),
+        ),
         attend=paged_attend(cfg, body, parts),
         cache=state.pool,
         data=layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer),

@@ -62,6 +62,7 @@ class Latent:
     plain_width: int  # of a head's query and key that is not rotated
     value_width: int
     query_rank: int | None = None  # queries go through so many numbers; None: straight from x
+    norm_eps: float = 1e-6  # of the norms of latents, whatever that of other norms is
 
     @property
     def cell_width(self) -> int:

@@ -139,10 +139,10 @@ def latent_heads(
     if latent.query_rank is None:
         q_TX = linear(h_TD, p["q"])
     else:
-        q_TX = linear(rms_norm(linear(h_TD, p["q_down"]), p["q_norm"], config.norm_eps), p["q_up"])
+        q_TX = linear(rms_norm(linear(h_TD, p["q_down"]), p["q_norm"], latent.norm_eps), p["q_up"])
     q_TNX = q_TX.reshape(T, N, P + latent.rope_width)
     down_TX = linear(h_TD, p["kv_down"])
-    c_TR = rms_norm(down_TX[:, :R], p["kv_norm"], config.norm_eps)
+    c_TR = rms_norm(down_TX[:, :R], p["kv_norm"], latent.norm_eps)
     q_rope = rotate(q_TNX[..., P:], cos_TX, sin_TX)
     k_rope = rotate(down_TX[:, None, R:], cos_TX, sin_TX)
     if expand:

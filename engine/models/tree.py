@@ -41,7 +41,7 @@ def fuse_layer(layer: dict[str, Any]) -> dict[str, Any]:
     """Returns one layer's parameters, fused."""
     fused = dict(layer)
     for name, parts in FUSED.items():
-        if parts[0] in layer:
+        if all(part in layer for part in parts):
             fused[name] = _join([fused.pop(part) for part in parts])
     return fused
 

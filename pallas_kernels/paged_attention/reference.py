@@ -4,12 +4,15 @@
 import numpy as np
 
 
-def paged_attention_reference(q_BTNH, pool, rows, window, *, scale, softcap=None):
-    """Returns float64 [B, T, N, H]; tokens beyond a row's count are zero. See `Rows`."""
+def paged_attention_reference(
+    q_BTNH, pool, rows, window, *, scale, softcap=None, sinks_N=None, values=None
+):
+    """Returns float64 [B, T, N, V]; tokens beyond a row's count are zero. See `Rows`."""
     q_BTNH, pool = np.asarray(q_BTNH, np.float64), np.asarray(pool, np.float64)
     B, T, N, H = q_BTNH.shape
     _, K, W, _ = pool.shape
-    out = np.zeros_like(q_BTNH)
+    first, last = values or (H, 2 * H)
+    out = np.zeros((B, T, N, last - first))
     for b in range(B):
         start, count = int(rows.start_B[b]), int(rows.count_B[b])
         pages = np.asarray(rows.table_BJ[b])
@@ -30,6 +33,9 @@ def paged_attention_reference(q_BTNH, pool, rows, window, *, scale, softcap=None
                 logits = kv[:, n // (N // K), :H] @ q_BTNH[b, t, n] * scale
                 if softcap is not None:
                     logits = softcap * np.tanh(logits / softcap)
-                weights = np.exp(logits - logits.max())
-                out[b, t, n] = (weights / weights.sum()) @ kv[:, n // (N // K), H:]
+                sink = -np.inf if sinks_N is None else float(sinks_N[n])
+                high = max(logits.max(), sink)
+                weights = np.exp(logits - high)
+                total = weights.sum() + np.exp(sink - high)
+                out[b, t, n] = (weights / total) @ kv[:, n // (N // K), first:last]
     return out

@@ -5,8 +5,8 @@ The loop's bounds are data, so the work follows the longest context that is real
 part of a window that lies behind a row costs nothing. Online softmax: Milakov and Gimelshein,
 "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867).
 
-Letters: B rows, T tokens a row, K KV heads, G query heads a KV head, H head width, S cells of a
-block, J pages of a row.
+Letters: B rows, T tokens a row, N query heads, K KV heads, G query heads a KV head, H width of
+queries and keys, V width of values, S cells of a block, J pages of a row.
 """
 
 import jax
@@ -31,15 +31,20 @@ def paged_attention(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    values: tuple[int, int] | None = None,
     block_cells: int = BLOCK_CELLS,
 ) -> jax.Array:
-    """Returns the attention output [B, T, N, H] of `rows` over `pool` [P, K, W, 2H].
+    """Returns the attention output [B, T, N, V] of `rows` over `pool` [P, K, W, C].
 
-    The keys of this step are in the pool already. Softmax in float32; output in q's dtype.
-    Tokens beyond a row's count give finite values that mean nothing; an idle row gives zeros.
+    A cell's first H numbers are its key, those of `values` its value: the H after the key if not
+    given. `sinks_N` is one more logit of each head, without a value. The keys of this step are in
+    the pool already. Softmax in float32; output in q's dtype. Tokens beyond a row's count give
+    finite values that mean nothing; an idle row gives zeros.
     """
     B, T, N, H = q_BTNH.shape
     K, W = pool.shape[1:3]
+    start, stop = values or (H, 2 * H)
     pages = max(1, block_cells // W)
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     q_BKXH = (q_BKGTH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, K, N // K * T, H)
@@ -60,14 +65,19 @@ def paged_attention(
         # A weight of 0 does not silence NaN or infinity, which cells seen by nobody may hold.
         seen_BS = mask_BTS.any(axis=1)
         kv = jnp.where(seen_BS[:, None, :, None], kv, jnp.zeros((), kv.dtype))
-        return accumulate(carry, q_BKXH, kv[..., :H], kv[..., H:], mask_BTS, softcap)
+        return accumulate(carry, q_BKXH, kv[..., :H], kv[..., start:stop], mask_BTS, softcap)
 
+    V = stop - start
     zeros = jnp.zeros((B, K, N // K * T), jnp.float32)
-    start = (zeros + LOWEST, zeros, jnp.zeros((B, K, N // K * T, H), jnp.float32))
-    _, total_BKX, sum_BKXH = jax.lax.fori_loop(0, num_blocks, block, start)
-    out_BKXH = sum_BKXH / jnp.maximum(total_BKX, 1e-30)[..., None]
-    out_BKGTH = out_BKXH.astype(q_BTNH.dtype).reshape(B, K, N // K, T, H)
-    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    high, total = zeros + LOWEST, zeros
+    if sinks_N is not None:
+        high = jnp.broadcast_to(sinks_N.reshape(1, K, N // K, 1), (B, K, N // K, T))
+        high, total = high.reshape(zeros.shape).astype(jnp.float32), zeros + 1
+    begin = (high, total, jnp.zeros((B, K, N // K * T, V), jnp.float32))
+    _, total_BKX, sum_BKXV = jax.lax.fori_loop(0, num_blocks, block, begin)
+    out_BKXV = sum_BKXV / jnp.maximum(total_BKX, 1e-30)[..., None]
+    out_BKGTV = out_BKXV.astype(q_BTNH.dtype).reshape(B, K, N // K, T, V)
+    return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 
 
 def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> jax.Array:
@@ -91,9 +101,9 @@ def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> 
     return used_BS[:, None, :] & near_BTS & related_BTS
 
 
-def accumulate(carry, q_BKXH, k_BKSH, v_BKSH, mask_BTS, softcap):
+def accumulate(carry, q_BKXH, k_BKSH, v_BKSV, mask_BTS, softcap):
     """Returns the running (maximum, sum of weights, weighted values) with one more block."""
-    high_BKX, total_BKX, sum_BKXH = carry
+    high_BKX, total_BKX, sum_BKXV = carry
     B, K, X, _ = q_BKXH.shape
     _, T, S = mask_BTS.shape
     # K on the left is the order that XLA's CPU backend does fastest.
@@ -107,7 +117,7 @@ def accumulate(carry, q_BKXH, k_BKSH, v_BKSH, mask_BTS, softcap):
     weights = jnp.where(logits > LOWEST / 2, jnp.exp(logits - new_high_BKX[..., None]), 0.0)
     keep_BKX = jnp.exp(high_BKX - new_high_BKX)
     values = jnp.einsum(
-        "bkxs,bksh->bkxh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+        "bkxs,bksv->bkxv", weights.astype(v_BKSV.dtype), v_BKSV, preferred_element_type=jnp.float32
     )
     total_BKX = total_BKX * keep_BKX + weights.sum(axis=-1)
-    return new_high_BKX, total_BKX, sum_BKXH * keep_BKX[..., None] + values
+    return new_high_BKX, total_BKX, sum_BKXV * keep_BKX[..., None] + values

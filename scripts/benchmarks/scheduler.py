@@ -163,7 +163,7 @@ def make_bench(config: Any, tokenizer: Tokenizer | None, rows: int) -> Bench:
     ladder = Ladder(rows, budget)
     shape = BatchShape(len(layout.groups), -(-length // PAGE_SIZE), rows)
     pages = rows * shape.pages_per_row * len(layout.groups) + 1
-    tiny = dataclasses.replace(layout, kv_heads=1, head_width=1)
+    tiny = dataclasses.replace(layout, kv_heads=1, cell_width=2, values=(1, 2))
     state = empty_state(tiny, 2, rows + 1, 8, stacked=stacked)
     hidden = Hidden(
         sampled_SD=jnp.zeros((rows, 8)), row_S=jnp.zeros((rows,), jnp.int32), prompt_CD=None
