@@ -24,11 +24,12 @@ _MOST_NAMES_SHOWN = 4
 class Source(NamedTuple):
     """Where a parameter comes from.
 
-    `names` is one tensor, or the tensors that are stacked on `stack` new leading axes: of layers, of
-    experts, or of both. With `rows` it is rows [start, stop) of each, whose other rows belong to other
-    parameters; all rows must belong to one. With a `share`, others may read the tensor too. `transform` is applied to each tensor before stacking; it must be a function of
-    the array alone, whose result's shape depends on the shape only. Share one function object
-    among like sources: its shape is then worked out once.
+    `names` is one tensor, or the tensors that are stacked on `stack` new leading axes: of layers,
+    of experts, or of both. With `rows` it is rows [start, stop) of each tensor, all of whose rows
+    must belong to some parameter; with a `share`, others may read the whole tensor too. `transform`
+    is applied to each tensor before stacking; it must be a function of the array alone, whose
+    result's shape depends on the shape only. Share one function object among like sources: its
+    shape is then worked out once.
     """
 
     names: tuple[str, ...]

@@ -8,7 +8,7 @@ Letters: T tokens, D width, E experts, K experts a token, S = T K sorted rows, F
 import jax
 import jax.numpy as jnp
 
-from engine.layers import ACTIVATIONS, Params, gated_mlp, linear, matmul
+from engine.layers import ACTIVATIONS, Params, gated_mlp, matmul
 from engine.models.config import Experts
 
 
@@ -18,7 +18,9 @@ def expert_mlp(x_TD: jax.Array, valid_T: jax.Array, p: Params, experts: Experts)
     if experts.router_bias:
         logits_TE = logits_TE + p["router_bias"].astype(jnp.float32)[None]
     weight_TK, expert_TK = route(logits_TE, p.get("router_correction"), experts)
-    y_TD = routed_mlp(x_TD, weight_TK, jnp.where(valid_T[:, None], expert_TK, experts.count), p, experts)
+    y_TD = routed_mlp(
+        x_TD, weight_TK, jnp.where(valid_T[:, None], expert_TK, experts.count), p, experts
+    )
     if experts.shared_width:
         shared = {name.removeprefix("shared_"): p[name] for name in p if name.startswith("shared_")}
         shared_TD = gated_mlp(x_TD, shared, experts.activation)

@@ -79,8 +79,8 @@ class Export:
 
     def _read_piece(self, piece: Piece) -> np.ndarray:
         array = self._model.checkpoint.read(piece.stored.tensor)
-        if piece.stored.part is not None:
-            array = array[slice(*piece.stored.part)]
+        if piece.stored.rows is not None:
+            array = array[slice(*piece.stored.rows)]
         for function in (piece.stored.transform, piece.written.inverse):
             array = array if function is None else function(array)
         return array
@@ -113,7 +113,7 @@ def origins_of(model: Model) -> dict[str, Origin]:
         stored = entry_of(path, stored_names, config)
         written = entry_of(path, written_names, config)
         key = jax.tree_util.keystr(path)
-        sources[key] = Source((stored.tensor,), stored.transform, rows=stored.part)
+        sources[key] = Source((stored.tensor,), stored.transform, 0, stored.rows, stored.share)
         targets[key] = Target(spec.shape, spec.dtype)
         pieces.setdefault(written.tensor, []).append((spec.shape, Piece(stored, written)))
     check_parameters(checkpoint, sources, targets)
@@ -131,7 +131,7 @@ def joined(parts: list[tuple[tuple[int, ...], Piece]]) -> Origin:
     if len(parts) == 1:
         [(shape, piece)] = parts
         return Origin(shape, (piece,))
-    ordered = sorted(parts, key=lambda part: part[1].written.part or (0, 0))
+    ordered = sorted(parts, key=lambda part: part[1].written.rows or (0, 0))
     rows = sum(shape[0] for shape, _ in ordered)
     return Origin((rows, *ordered[0][0][1:]), tuple(piece for _, piece in ordered))
 

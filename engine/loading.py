@@ -84,10 +84,10 @@ def config_of(family: Family, checkpoint: Checkpoint) -> ModelConfig:
     lists = {name: checkpoint.read(name) for name in ROPE_LISTS if name in checkpoint.tensors}
     if not lists:
         return config
-    short, long = lists.get(ROPE_FACTORS), lists.get(ROPE_FACTORS)
-    short, long = lists.get("rope_factors_short.weight", short), lists.get("rope_factors_long.weight", long)
+    either, *two = ROPE_LISTS
+    short, long = (lists.get(name, lists.get(either)) for name in two)
     if short is None or long is None:
-        raise ValueError(f"of {ROPE_LISTS[1]} and {ROPE_LISTS[2]} one is missing")
+        raise ValueError(f"of {' and '.join(two)} one is missing")
     rope = with_factors(config.ropes[0], checkpoint.config, short.tolist(), long.tolist())
     return dataclasses.replace(config, ropes=(rope, *config.ropes[1:]))
 
@@ -211,8 +211,7 @@ def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked:
     experts = range(config.experts.count if several and config.experts else 1)
     tensors = tuple(entry.tensor.format(layer=i, expert=e) for i in layers for e in experts)
     stack = int(stacked and keys[0] == "segments") + int(several)
-    rows, share = (None, entry.part) if isinstance(entry.part, str) else (entry.part, None)
-    return Source(tensors, entry.transform, stack, rows, share)
+    return Source(tensors, entry.transform, stack, entry.rows, entry.share)
 
 
 def entry_of(path: tuple[Any, ...], names: Names, config: ModelConfig) -> Entry:

@@ -166,8 +166,8 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
             for r in tables
         ]
         cell_TKC = heads.k_TKH
-        if heads.v_TKX is not None:
-            cell_TKC = jnp.concatenate([heads.k_TKH, heads.v_TKX], axis=-1)
+        if heads.v_TKY is not None:
+            cell_TKC = jnp.concatenate([heads.k_TKH, heads.v_TKY], axis=-1)
         window = jnp.asarray(layer.window, jnp.int32)
         page_T, offset_T = page_GT[layer.group] + offset, offset_GT[layer.group]
         array, out_TNV = sharded(

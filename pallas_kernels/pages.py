@@ -3,8 +3,8 @@
 
 A pool is `[P, K, W, C]`: pages, KV heads, cells of a page, and the numbers of a cell: K beside V of
 one head, so that one read brings both, and a head size of 64 fills the 128 lanes of a TPU register
-without padding; or, of latent attention, one latent beside the rotated key. Page 0 is the null page: it belongs to nobody, writes that must go
-nowhere go there, and no query ever sees it.
+without padding; or, of latent attention, one latent beside the rotated key. Page 0 is the null
+page: it belongs to nobody, writes that must go nowhere go there, and no query ever sees it.
 
 Letters: P pages, K KV heads, W cells a page, C numbers a cell, T tokens, B rows, J pages of a row.
 """

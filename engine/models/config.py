@@ -3,11 +3,7 @@
 
 import dataclasses
 
-import numpy as np
-
 from engine.models.rope import Rope
-from engine.models.specs import layer_specs
-from sharding import Spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,8 +11,8 @@ class Experts:
     """A feed-forward of many MLPs, of which a router chooses some for each token.
 
     scoring: "softmax" or "sigmoid" of the router's logits.   normalize: weights of the chosen sum
-    to 1.   scale: multiplies them.   groups, chosen_groups: the best groups are chosen first, each by
-    the sum of its `group_best` best experts.   correction: a bias that counts for the choice only.
+    to 1.   scale: multiplies them.   groups, chosen_groups: the best groups are chosen first, each
+    by the sum of its `group_best` best experts.   correction: a bias of the choice alone.
     shared_width: of an MLP that sees every token, 0 if there is none, weighed by a sigmoid of its
     own if `shared_gate`.   clamp: of the gpt-oss activation, whose slope is `swish_slope`.
     """
@@ -131,25 +127,17 @@ class ModelConfig:
         """Returns whether a layer's feed-forward is of experts."""
         return bool(self.expert_layers) and self.expert_layers[layer]
 
-    def layer_specs(self, dtype: np.dtype, layer: int = 0) -> dict[str, Spec]:
-        """Returns one layer's parameters; see `engine/models/specs.py`."""
-        return layer_specs(self, dtype, self.has_experts(layer))
-
-    def outer_specs(self, dtype: np.dtype) -> dict[str, Spec]:
-        """Returns the parameters outside the layers."""
-        V, D = self.vocab_size, self.width
-        specs = {
-            "embedding": Spec((V, D), ("vocab", "width"), dtype),
-            "final_norm": Spec((D,), ("width",), np.dtype(np.float32)),
-        }
-        if not self.tied_embeddings:
-            specs["head"] = Spec((V, D), ("vocab", "width"), dtype)
-        return specs
-
     @property
     def rope_width(self) -> int:
         """Rotated coordinates of a head."""
         return self.rotary_width or self.head_width
+
+    @property
+    def cell_width(self) -> int:
+        """Numbers that are cached of a token in one layer, of all heads together."""
+        if self.latent is not None:
+            return self.latent.cell_width
+        return 2 * self.kv_heads * self.head_width
 
     def segments(self) -> tuple[range, ...]:
         """Returns the runs of like layers: dense ones, and those with experts."""

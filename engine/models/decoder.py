@@ -37,7 +37,7 @@ class Heads(NamedTuple):
 
     q_TNH: jax.Array
     k_TKH: jax.Array
-    v_TKX: jax.Array | None
+    v_TKY: jax.Array | None
     sinks_N: jax.Array | None = None
 
 
@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
     valid_T: jax.Array  # bool; padding is sent to no expert
 
 
-# (cache, layer, heads) -> (cache, out_TNX): how a layer meets the other tokens.
+# (cache, layer, heads) -> (cache, out_TNY): how a layer meets the other tokens.
 Attend = Callable[[Any, LayerData, Heads], tuple[Any, jax.Array]]
 
 
@@ -137,23 +137,24 @@ def latent_heads(
     """
     T, N, R, P = h_TD.shape[0], config.query_heads, latent.rank, latent.plain_width
     if latent.query_rank is None:
-        q_TX = linear(h_TD, p["q"])
+        query = linear(h_TD, p["q"])
     else:
-        q_TX = linear(rms_norm(linear(h_TD, p["q_down"]), p["q_norm"], latent.norm_eps), p["q_up"])
-    q_TNX = q_TX.reshape(T, N, P + latent.rope_width)
-    down_TX = linear(h_TD, p["kv_down"])
-    c_TR = rms_norm(down_TX[:, :R], p["kv_norm"], latent.norm_eps)
-    q_rope = rotate(q_TNX[..., P:], cos_TX, sin_TX)
-    k_rope = rotate(down_TX[:, None, R:], cos_TX, sin_TX)
+        query = rms_norm(linear(h_TD, p["q_down"]), p["q_norm"], latent.norm_eps)
+        query = linear(query, p["q_up"])
+    query = query.reshape(T, N, P + latent.rope_width)
+    down = linear(h_TD, p["kv_down"])
+    c_TR = rms_norm(down[:, :R], p["kv_norm"], latent.norm_eps)
+    q_rope = rotate(query[..., P:], cos_TX, sin_TX)
+    k_rope = rotate(down[:, None, R:], cos_TX, sin_TX)
     if expand:
-        k_TNP = einsum("tr,npr->tnp", c_TR, p["k_up"])
-        v_TNV = einsum("tr,nvr->tnv", c_TR, p["v_up"])
+        key = einsum("tr,npr->tnp", c_TR, p["k_up"])
+        value = einsum("tr,nvr->tnv", c_TR, p["v_up"])
         k_rope = jnp.broadcast_to(k_rope, (T, N, latent.rope_width))
-        k_TNX = jnp.concatenate([k_TNP, k_rope], axis=-1)
-        return Heads(jnp.concatenate([q_TNX[..., :P], q_rope], axis=-1), k_TNX, v_TNV)
-    q_TNR = einsum("tnp,npr->tnr", q_TNX[..., :P], p["k_up"])
-    cell_T1X = jnp.concatenate([c_TR[:, None], k_rope], axis=-1)
-    return Heads(jnp.concatenate([q_TNR, q_rope], axis=-1), cell_T1X, None)
+        query = jnp.concatenate([query[..., :P], q_rope], axis=-1)
+        return Heads(query, jnp.concatenate([key, k_rope], axis=-1), value)
+    query = einsum("tnp,npr->tnr", query[..., :P], p["k_up"])
+    cell = jnp.concatenate([c_TR[:, None], k_rope], axis=-1)
+    return Heads(jnp.concatenate([query, q_rope], axis=-1), cell, None)
 
 
 def einsum(formula: str, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -163,12 +164,14 @@ def einsum(formula: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("config", "expand"))
 def after_attention(
-    x_TD: jax.Array, out_TNX: jax.Array, valid_T: jax.Array, p: Params, config: ModelConfig, expand
+    x_TD: jax.Array, out_TNY: jax.Array, valid_T: jax.Array, p: Params, config: ModelConfig, expand
 ) -> jax.Array:
     """Returns x_TD with attention's output and the feed-forward's added."""
     if config.latent is not None and not expand:
-        out_TNX = einsum("tnr,nvr->tnv", out_TNX, p["v_up"])
-    h_TD = linear(out_TNX.reshape(x_TD.shape[0], -1), p["o"], p.get("o_bias"))
+        out = einsum("tnr,nvr->tnv", out_TNY, p["v_up"])
+    else:
+        out = out_TNY
+    h_TD = linear(out.reshape(x_TD.shape[0], -1), p["o"], p.get("o_bias"))
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_attention_norm"], config.norm_eps)
     x_TD = x_TD + h_TD
@@ -188,8 +191,8 @@ def decoder_layer(
     """Returns (x_TD, cache) after one layer."""
     cos_TX, sin_TX = ropes[0][layer.rope], ropes[1][layer.rope]
     heads = before_attention(x_TD, p, config, cos_TX, sin_TX, expand)
-    cache, out_TNX = attend(cache, layer, heads)
-    return after_attention(x_TD, out_TNX, valid_T, p, config, expand), cache
+    cache, out_TNY = attend(cache, layer, heads)
+    return after_attention(x_TD, out_TNY, valid_T, p, config, expand), cache
 
 
 def run_layers(

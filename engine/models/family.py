@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.models.config import ModelConfig
+from engine.models.specs import layer_specs, outer_specs
 
 Transform = Callable[[np.ndarray], np.ndarray]
 
@@ -28,6 +29,16 @@ class Entry(NamedTuple):
     transform: Transform | None = None
     inverse: Transform | None = None
     part: tuple[int, int] | str | None = None
+
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """The part, if it is rows."""
+        return None if isinstance(self.part, str) else self.part
+
+    @property
+    def share(self) -> str | None:
+        """The part, if it has a name."""
+        return self.part if isinstance(self.part, str) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +211,7 @@ def _present(
         return {name: entry(prefix, tensors[name], name) for name in tensors if name in specs}
 
     return Names(
-        entries("", outer, config.outer_specs(any_dtype)),
+        entries("", outer, outer_specs(config, any_dtype)),
         entries(prefix, layers, every_layers_specs(config, any_dtype)),
     )
 
@@ -209,7 +220,7 @@ def every_layers_specs(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
     """Returns the parameters that some layer has."""
     runs = config.segments()
     return {
-        name: spec for run in runs for name, spec in config.layer_specs(dtype, run.start).items()
+        name: spec for run in runs for name, spec in layer_specs(config, dtype, run.start).items()
     }
 
 

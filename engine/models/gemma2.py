@@ -115,9 +115,16 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
         ropes=(rope_from_gguf(meta, architecture, theta=10000.0),),
         attention_scale=scale,
         embedding_scale=width**0.5,
-        attention_softcap=float(meta.get("gemma2.attn_logit_softcapping") or 50) if second else None,
+        attention_softcap=float(meta.get("gemma2.attn_logit_softcapping") or 50)
+        if second
+        else None,
         logit_softcap=float(meta.get("gemma2.final_logit_softcapping") or 30) if second else None,
     )
+
+
+def softcap(meta: Mapping[str, Any], which: str, default: float) -> float:
+    """Returns a softcap of a Gemma 2; older files do not name it."""
+    return float(meta.get(f"gemma2.{which}_logit_softcapping") or default)
 
 
 def names(kind: str, config: ModelConfig) -> Names:

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.models import llama, mistral
 from engine.models.config import Experts, ModelConfig
-from engine.models.family import Family, Names, count, gguf_names, hf_names, transposed
+from engine.models.family import Family, Names, count, hf_names, transposed
 
 EXPERT = "block_sparse_moe.experts.{expert}."
 HF_LAYERS = llama.HF_LAYERS | {

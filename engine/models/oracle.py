@@ -25,7 +25,7 @@ def dense_attend(config: ModelConfig, mask_TT: jax.Array | None):
     """Returns an `Attend` over all tokens at once; `mask_TT` replaces the causal mask if given."""
 
     def attend(cache, layer, heads):
-        q_TNH, k_TKH, v_TKX, sinks_N = heads
+        q_TNH, k_TKH, v_TKY, sinks_N = heads
         T, N, H = q_TNH.shape
         K = k_TKH.shape[1]
         q_TKGH = q_TNH.reshape(T, K, N // K, H)
@@ -42,7 +42,7 @@ def dense_attend(config: ModelConfig, mask_TT: jax.Array | None):
             sinks = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (K, N // K, T, 1))
             logits = jnp.concatenate([logits, sinks.astype(jnp.float32)], axis=-1)
         weights = jax.nn.softmax(logits, axis=-1)[..., :T]
-        out_TKGX = jnp.einsum("kgts,skx->tkgx", weights.astype(v_TKX.dtype), v_TKX)
+        out_TKGX = jnp.einsum("kgts,skx->tkgx", weights.astype(v_TKY.dtype), v_TKY)
         return cache, out_TKGX.reshape(T, N, -1)
 
     return attend
@@ -75,9 +75,7 @@ def forward(
 
     def one(carry, p, layer):
         x_TD, hidden_LTD, index = carry
-        x_TD, _ = decoder_layer(
-            x_TD, p, layer, config, ropes, valid_T, attend, None, expand=True
-        )
+        x_TD, _ = decoder_layer(x_TD, p, layer, config, ropes, valid_T, attend, None, expand=True)
         return x_TD, hidden_LTD.at[index].set(x_TD), index + 1
 
     carry = (x_TD, hidden_LTD, jnp.int32(1))

@@ -43,7 +43,9 @@ def rope_settings(
     kind = ALIASES.get(str(kind), kind or "default")
     if kind not in KEYS:
         known = ", ".join(KEYS)
-        raise ValueError(f"rope type {kind!r} is not supported; use a checkpoint with one of {known}")
+        raise ValueError(
+            f"rope type {kind!r} is not supported; use a checkpoint with one of {known}"
+        )
     needed, more = KEYS[kind]
     given = {key for key, value in settings.items() if value is not None}
     if missing := needed - given:

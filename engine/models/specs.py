@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of one layer, as they follow from what the model is made of.
+"""The parameters of a model, as they follow from what it is made of.
 
 Matrices are [out, in], as checkpoints have them, heads folded into one axis: XLA's CPU backend
 would transpose a matrix of three axes at every step. Those of experts are [expert, in, out], as
 grouped products take them.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from engine.models.config import Experts, Latent, ModelConfig
 from sharding import Spec
-
-if TYPE_CHECKING:
-    from engine.models.config import Experts, Latent, ModelConfig
 
 F32 = np.dtype(np.float32)  # of norms, and of what routing depends on
 
 
-def layer_specs(config: "ModelConfig", dtype: np.dtype, experts: bool) -> dict[str, Spec]:
-    """Returns one layer's parameters, with a dense feed-forward or one of experts."""
+def layer_specs(config: ModelConfig, dtype: np.dtype, layer: int = 0) -> dict[str, Spec]:
+    """Returns one layer's parameters."""
     norm = Spec((config.width,), ("width",), F32)
     specs: dict[str, Spec] = {}
     if config.pre_norms:
@@ -30,13 +26,12 @@ def layer_specs(config: "ModelConfig", dtype: np.dtype, experts: bool) -> dict[s
         specs |= latent_specs(config, config.latent, dtype)
     else:
         specs |= attention_specs(config, dtype)
-    if experts:
-        assert config.experts is not None
+    if config.experts is not None and config.has_experts(layer):
         return specs | expert_specs(config, config.experts, dtype)
     return specs | mlp_specs(config, dtype)
 
 
-def attention_specs(config: "ModelConfig", dtype: np.dtype) -> dict[str, Spec]:
+def attention_specs(config: ModelConfig, dtype: np.dtype) -> dict[str, Spec]:
     """Returns the parameters of grouped-query attention."""
     D, H = config.width, config.head_width
     NH, KH = config.query_heads * H, config.kv_heads * H
@@ -62,7 +57,7 @@ def attention_specs(config: "ModelConfig", dtype: np.dtype) -> dict[str, Spec]:
     return specs
 
 
-def latent_specs(config: "ModelConfig", latent: "Latent", dtype: np.dtype) -> dict[str, Spec]:
+def latent_specs(config: ModelConfig, latent: Latent, dtype: np.dtype) -> dict[str, Spec]:
     """Returns the parameters of latent attention."""
     D, N, R = config.width, config.query_heads, latent.rank
     query = N * (latent.plain_width + latent.rope_width)
@@ -82,7 +77,7 @@ def latent_specs(config: "ModelConfig", latent: "Latent", dtype: np.dtype) -> di
     }
 
 
-def mlp_specs(config: "ModelConfig", dtype: np.dtype) -> dict[str, Spec]:
+def mlp_specs(config: ModelConfig, dtype: np.dtype) -> dict[str, Spec]:
     """Returns the parameters of a dense feed-forward."""
     D, F = config.width, config.ffn_width
     specs = gated_specs("", F, D, dtype)
@@ -101,7 +96,7 @@ def gated_specs(prefix: str, ffn: int, width: int, dtype: np.dtype) -> dict[str,
     }
 
 
-def expert_specs(config: "ModelConfig", experts: "Experts", dtype: np.dtype) -> dict[str, Spec]:
+def expert_specs(config: ModelConfig, experts: Experts, dtype: np.dtype) -> dict[str, Spec]:
     """Returns the parameters of a feed-forward of experts."""
     D, E, F = config.width, experts.count, experts.width
     specs = {
@@ -122,4 +117,16 @@ def expert_specs(config: "ModelConfig", experts: "Experts", dtype: np.dtype) -> 
         specs |= gated_specs("shared_", experts.shared_width, D, dtype)
     if experts.shared_gate:
         specs["gate_of_shared"] = Spec((1, D), (None, "width"), dtype)
+    return specs
+
+
+def outer_specs(config: ModelConfig, dtype: np.dtype) -> dict[str, Spec]:
+    """Returns the parameters outside the layers."""
+    V, D = config.vocab_size, config.width
+    specs = {
+        "embedding": Spec((V, D), ("vocab", "width"), dtype),
+        "final_norm": Spec((D,), ("width",), F32),
+    }
+    if not config.tied_embeddings:
+        specs["head"] = Spec((V, D), ("vocab", "width"), dtype)
     return specs

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.models.config import ModelConfig
+from engine.models.specs import layer_specs, outer_specs
 
 
 def parameter_specs(config: ModelConfig, dtype: np.dtype, *, stacked: bool) -> dict[str, Any]:
     """Returns the tree of `Spec` that the decoder's parameters follow."""
     segments: list[Any] = []
     for run in config.segments():
-        layer = config.layer_specs(dtype, run.start)
+        layer = layer_specs(config, dtype, run.start)
         if stacked:
             segments.append({name: spec.stacked(len(run)) for name, spec in layer.items()})
         else:
             segments.append(tuple(dict(layer) for _ in run))
-    return {**config.outer_specs(dtype), "segments": tuple(segments)}
+    return {**outer_specs(config, dtype), "segments": tuple(segments)}
 
 
 # A fused parameter and what it is joined from, on the axis of outputs.

@@ -81,7 +81,7 @@ def bytes_a_step(llm: LLM, count: int) -> float:
         weights -= params["embedding"].nbytes
     context = PROMPT_TOKENS + NEW_TOKENS / 2
     cells = sum(min(context, window or context) for window in config.windows)
-    cell_bytes = 2 * config.kv_heads * config.head_width * params["embedding"].dtype.itemsize
+    cell_bytes = config.cell_width * params["embedding"].dtype.itemsize
     return weights + count * cells * cell_bytes
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, programs
 from engine.loop import Engine
 from engine.models.oracle import forward_jit
 from engine.pages import PagePool
@@ -40,20 +40,30 @@ def tiny(own_cache, tmp_path_factory) -> LLM:
     return LLM(str(folder), **TINY_OPTIONS)
 
 
-@pytest.fixture(scope="session")
-def golden_llama(own_cache) -> LLM:
-    return LLM(str(GOLDEN / "tiny" / "llama"), max_num_seqs=2, max_num_batched_tokens=64)
+class OnDemand(programs.Executables):
+    """Programs that are made when a test asks for them, and not before."""
+
+    def __init__(self, store, made, progress, threads):
+        super().__init__(store, made, lambda line: None, threads=0)
+
+    def wait(self):
+        pass
 
 
-@pytest.fixture(scope="session")
-def golden_qwen2(own_cache) -> LLM:
-    return LLM(str(GOLDEN / "tiny" / "qwen2"), max_num_seqs=2, max_num_batched_tokens=64)
+def open_on_demand(path, **options) -> LLM:
+    """Returns an LLM that has compiled nothing yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "Executables", OnDemand)
+        return LLM(str(path), **options)
 
 
-@pytest.fixture(scope="session")
-def golden_gemma3(own_cache) -> LLM:
-    """Gemma 3: windows of 16 beside full attention, so four page groups in one pool."""
-    return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=2, max_num_batched_tokens=64)
+@functools.cache
+def golden(arch) -> LLM:
+    """The tiny checkpoint of a family that golden figures were made of: two rows, 64 tokens a step.
+
+    Gemma 3 has windows of 16 beside full attention, so four page groups in one pool.
+    """
+    return open_on_demand(GOLDEN / "tiny" / arch, max_num_seqs=2, max_num_batched_tokens=64)
 
 
 def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False) -> Engine:

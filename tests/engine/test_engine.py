@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine import LLM, SamplingParams
 from engine.scheduler import Scheduler
-from tests.engine.conftest import Oracle, engine_on, greedy, make_prompts, request_of, run
+from tests.engine.conftest import Oracle, engine_on, golden, greedy, make_prompts, request_of, run
 
 
 def token_ids(outputs):
@@ -449,9 +449,9 @@ def test_any_history_equals_the_oracle(tiny, oracle, history):
 
 @settings(max_examples=10, **RELAXED)
 @given(history=HISTORY)
-def test_any_history_with_windows_equals_the_oracle(golden_gemma3, history):
+def test_any_history_with_windows_equals_the_oracle(own_cache, history):
     """Four page groups in one small pool, three of which free pages behind their windows."""
-    check_history(golden_gemma3, Oracle(golden_gemma3), {**history, "budget": 64})
+    check_history(golden("gemma3"), Oracle(golden("gemma3")), {**history, "budget": 64})
 
 
 @pytest.mark.slow

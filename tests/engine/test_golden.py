@@ -13,7 +13,7 @@ from checkpoints.orbax_writer import write_orbax
 from engine import LLM, SamplingParams
 from engine.export import Export
 from engine.loading import open_model
-from tests.engine.conftest import GOLDEN, engine_on, greedy, run
+from tests.engine.conftest import GOLDEN, engine_on, golden, greedy, run
 
 TINY = json.loads((GOLDEN / "tiny.json").read_text())["archs"]
 REAL = {  # by the name in the store
@@ -37,13 +37,13 @@ def assert_greedy(name, token_ids, expected, margins, least=0.02):
 
 
 @pytest.fixture(scope="session", params=TINY)
-def tiny_golden(request):
-    return request.getfixturevalue(f"golden_{request.param}"), TINY[request.param]
+def tiny_golden(request, own_cache):
+    return golden(request.param), TINY[request.param]
 
 
 def test_tiny_forward(tiny_golden):
-    llm, golden = tiny_golden
-    for case in golden["cases"]:
+    llm, figures = tiny_golden
+    for case in figures["cases"]:
         logits = llm.forward(case["ids"])
         np.testing.assert_allclose(logits[:, case["cols"]], case["logits"], atol=1e-3)
         np.testing.assert_array_equal(logits.argmax(axis=-1), case["argmax"])
@@ -51,7 +51,8 @@ def test_tiny_forward(tiny_golden):
         np.testing.assert_allclose(total, case["logsumexp"], atol=1e-3)
 
 
-def test_hidden_states_are_every_layers(golden_llama):
+def test_hidden_states_are_every_layers(own_cache):
+    golden_llama = golden("llama")
     ids = TINY["llama"]["cases"][0]["ids"]
     logits, hidden = golden_llama.forward(ids, hidden_states=True)
     config, params = golden_llama.model_config, golden_llama.engine.params
@@ -63,11 +64,11 @@ def test_hidden_states_are_every_layers(golden_llama):
     np.testing.assert_allclose(last @ np.asarray(params["head"]).T, logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize("budget", [1, 7, 64])
 def test_tiny_engine(tiny_golden, budget):
     """Chunks of 7 run padded in wider programs; windows free their pages on the way."""
-    llm, golden = tiny_golden
-    cases = golden["cases"]
+    llm, figures = tiny_golden
+    cases = figures["cases"]
     params = greedy(16, logprobs=3, prompt_logprobs=3)
     outputs = run(llm, engine_on(llm, budget=budget), [(case["ids"], params) for case in cases])
     for case, output in zip(cases, outputs, strict=True):
@@ -87,8 +88,8 @@ def test_tiny_engine(tiny_golden, budget):
 
 def test_tiny_scores(tiny_golden):
     """`llm.score`: each token of the golden columns after each beginning of a text."""
-    llm, golden = tiny_golden
-    for case in golden["cases"]:
+    llm, figures = tiny_golden
+    for case in figures["cases"]:
         places = range(0, len(case["ids"]), 5)
         pairs = [(case["ids"][: p + 1], [token]) for p in places for token in case["cols"]]
         expected = [logit - case["logsumexp"][p] for p in places for logit in case["logits"][p]]
@@ -124,10 +125,10 @@ def test_a_nan_is_no_small_deviation():
             deviations.check("planted")
 
 
-def check_engine(llm, golden, budget, what):
+def check_engine(llm, figures, budget, what):
     """Asserts all golden figures of a real model through pages, in chunks of `budget` tokens."""
     deviations = Deviations()
-    prompts = golden["prompts"]
+    prompts = figures["prompts"]
     params = greedy(48, logprobs=5, prompt_logprobs=0)
     jobs = [(prompt["ids"], params) for prompt in prompts]
     outputs = run(llm, engine_on(llm, budget=budget), jobs)
@@ -140,7 +141,7 @@ def check_engine(llm, golden, budget, what):
         for place, expected in enumerate(prompt["logprobs"][:small]):
             entry = completion.logprobs[place][completion.token_ids[place]]
             deviations.add(entry.logprob, expected)
-    forced = golden["teacher_forced"]
+    forced = figures["teacher_forced"]
     scored = SamplingParams(max_tokens=0, prompt_logprobs=1)
     [output] = run(llm, engine_on(llm, budget=budget), [(forced["ids"], scored)])
     for place, expected in enumerate(forced["logprobs"]):
@@ -155,9 +156,9 @@ def check_engine(llm, golden, budget, what):
         assert text == prompt["greedy_text"], prompt["name"]
 
 
-def check_scores(llm, golden, what):
+def check_scores(llm, figures, what):
     """Asserts that `llm.score` gives the golden log-probabilities of a text's second half."""
-    deviations, forced = Deviations(), golden["teacher_forced"]
+    deviations, forced = Deviations(), figures["teacher_forced"]
     half = len(forced["ids"]) // 2
     [score] = llm.score([(forced["ids"][:half], forced["ids"][half:])])
     expected = forced["logprobs"][half - 1 :]
@@ -167,14 +168,14 @@ def check_scores(llm, golden, what):
     deviations.check(f"{what}, scores")
 
 
-def check_forward(llm, golden, what):
+def check_forward(llm, figures, what):
     """Asserts the golden figures of a real model through the plain forward of `llm`."""
     deviations = Deviations()
-    forced = golden["teacher_forced"]
+    forced = figures["teacher_forced"]
     logprobs = log_softmax(llm.forward(forced["ids"]))
     picked = logprobs[np.arange(len(forced["ids"]) - 1), forced["ids"][1:]]
     deviations.add(picked, forced["logprobs"])
-    for prompt in golden["prompts"]:
+    for prompt in figures["prompts"]:
         last = llm.forward(prompt["ids"])[-1]
         top = np.argsort(-last, kind="stable")[:5]
         assert [int(token) for token in top] == [token for token, _ in prompt["top5"]]
@@ -187,13 +188,13 @@ def golden_of(name):
     return json.loads((GOLDEN / REAL[name]).read_text())
 
 
-def short(golden):
+def short(figures):
     """Returns the golden figures of the prompts of up to 32 tokens, and of no long text."""
-    prompts = [prompt for prompt in golden["prompts"] if len(prompt["ids"]) <= 32]
-    forced = golden["teacher_forced"]
+    prompts = [prompt for prompt in figures["prompts"] if len(prompt["ids"]) <= 32]
+    forced = figures["teacher_forced"]
     cut = {key: forced[key][:24] for key in ("ids", "logprobs", "argmax_ids")}
     cut["logprobs"], cut["argmax_ids"] = cut["logprobs"][:-1], cut["argmax_ids"][:-1]
-    return golden | {"prompts": prompts, "teacher_forced": forced | cut}
+    return figures | {"prompts": prompts, "teacher_forced": forced | cut}
 
 
 def open_real(path):
@@ -218,13 +219,13 @@ def test_real_model(users_model, tmp_path, name):
     """
     from tests.engine.gguf_to_folder import write_folder  # gguf-py is a development package
 
-    golden = golden_of(name)
+    figures = golden_of(name)
     llm = open_real(users_model(name))
     assert llm.built.model.checkpoint.kind == "gguf"
-    check_engine(llm, golden, 64, f"{name}, 64 tokens a step")
-    check_engine(llm, golden if name.startswith("smollm2") else short(golden), 7, f"{name}, 7")
-    check_scores(llm, golden, name)
-    check_forward(llm, golden, name)
+    check_engine(llm, figures, 64, f"{name}, 64 tokens a step")
+    check_engine(llm, figures if name.startswith("smollm2") else short(figures), 7, f"{name}, 7")
+    check_scores(llm, figures, name)
+    check_forward(llm, figures, name)
     export = Export(open_model(users_model(name)), np.dtype(np.float32))
     folders = {  # by gguf-py, and none of our readings of the weights; then by ours
         "gguf-py": ("huggingface", lambda folder: write_folder(users_model(name), folder)),
@@ -238,7 +239,7 @@ def test_real_model(users_model, tmp_path, name):
         write(folder)
         other = open_real(folder)
         assert other.built.model.checkpoint.kind == kind
-        check_engine(other, short(golden), 64, f"{name}, {origin}")
+        check_engine(other, short(figures), 64, f"{name}, {origin}")
         if origin != "gguf-py":
             same_parameters(other, llm)
         shutil.rmtree(folder)

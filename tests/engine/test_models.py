@@ -15,9 +15,9 @@ import pytest
 from engine.layers import rotate
 from engine.loading import open_model
 from engine.models import FAMILIES, gemma3, llama, qwen2
-from engine.models.config import Rope
-from engine.models.decoder import rope_tables
 from engine.models.oracle import forward
+from engine.models.rope import Rope, rope_tables
+from engine.models.specs import layer_specs, outer_specs
 from engine.models.tree import parameter_specs
 from sharding import Spec
 from tests.fixtures import write_tiny
@@ -79,7 +79,7 @@ def test_rotated_heads_equal_complex_products_of_each_rope(shape_suffixes):
     config = gemma3.from_hf(GEMMA3)
     position_T = np.array([0, 1, 2, 100, 255, 4095], np.int32)
     x_TNH = np.random.default_rng(0).standard_normal((6, 3, 32)).astype(np.float32)
-    cos, sin = rope_tables(config, jnp.asarray(position_T))
+    cos, sin = rope_tables(config.ropes, config.rope_width, jnp.asarray(position_T))
     for index, rope in enumerate(config.ropes):
         got = np.asarray(rotate(jnp.asarray(x_TNH), cos[index], sin[index]))
         pairs = x_TNH[..., :16] + 1j * x_TNH[..., 16:].astype(np.float64)
@@ -132,8 +132,8 @@ def test_gemma3_config_in_old_and_new_keys():
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_a_rope_that_is_not_supported_is_named(key):
-    message = "rope type 'yarn' is not supported; use a checkpoint with one of default, linear"
-    scaling = {key: "yarn", "factor": 4.0}
+    message = "rope type 'mrope' is not supported; use a checkpoint with one of default, linear"
+    scaling = {key: "mrope", "factor": 4.0}
     with pytest.raises(ValueError, match=message):
         llama.from_hf(without(LLAMA, "rope_parameters") | {"rope_scaling": scaling})
     nested = GEMMA3["rope_parameters"] | {"full_attention": scaling}
@@ -154,7 +154,7 @@ def test_a_rope_that_is_not_supported_is_named(key):
             "must be a list of 5, one for",
         ),
         (gemma3.from_hf, GEMMA3 | {"use_bidirectional_attention": True}, "a decoder is causal"),
-        (llama.from_hf, LLAMA | {"partial_rotary_factor": 0.5}, "rotary_factor 0.5 is not support"),
+        (llama.from_hf, LLAMA | {"partial_rotary_factor": 0.2}, "0.2 rotates 3 of a head's 16 coo"),
         (llama.from_hf, LLAMA | {"hidden_size": "64"}, "hidden_size '64'; a positive integer"),
         (qwen2.from_hf, QWEN2 | {"vocab_size": -1}, "vocab_size -1; a positive integer"),
         (llama.from_gguf, {"llama.block_count": 2}, "config has no 'llama.attention.head_count'"),
@@ -206,8 +206,8 @@ def test_gguf_config_is_that_of_the_same_model_in_hugging_face_keys():
     assert llama.from_gguf(GGUF | older).ropes == (Rope(5e5, "linear", 4.0),)
     bare = without(GGUF, "llama.attention.head_count_kv", "llama.attention.key_length")
     assert llama.from_gguf(bare).kv_heads == 4 and llama.from_gguf(bare).head_width == 16
-    with pytest.raises(ValueError, match="GGUF rope scaling 'yarn' is not supported"):
-        llama.from_gguf(GGUF | {"llama.rope.scaling.type": "yarn"})
+    with pytest.raises(ValueError, match="GGUF rope scaling 'ntk' is not supported"):
+        llama.from_gguf(GGUF | {"llama.rope.scaling.type": "ntk"})
 
 
 def renamed(meta, architecture, **more):
@@ -267,10 +267,14 @@ def test_gguf_rope_scaling_is_read_or_refused_by_name():
     assert ropes(rope__scaling__type="linear", rope__scaling__factor=1.0) == (Rope(5e5),)
     assert ropes(rope__scaling__factor=4.0) == (Rope(5e5, "linear", 4.0),)
     assert ropes(rope__dimension_count=16) == (Rope(5e5),)
-    with pytest.raises(ValueError, match="GGUF rope scaling 'yarn' is not supported; use none or"):
-        ropes(rope__scaling__type="yarn")
-    with pytest.raises(ValueError, match="qwen2.rope.dimension_count 8 must be the head size 16"):
-        ropes(rope__dimension_count=8)
+    with pytest.raises(ValueError, match="GGUF rope scaling 'ntk' is not supported; use none, li"):
+        ropes(rope__scaling__type="ntk")
+    with pytest.raises(ValueError, match="original_context_length is missing; yarn needs it"):
+        ropes(rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    with pytest.raises(ValueError, match="qwen2.rope.dimension_count 7 rotates 7 of a head's 16"):
+        ropes(rope__dimension_count=7)
+    part = qwen2.from_gguf(renamed(GGUF, "qwen2", rope__dimension_count=8))
+    assert part.rotary_width == 8
 
 
 def gguf_rows(heads, head_width):
@@ -314,8 +318,8 @@ def test_gguf_q_and_k_are_unpermuted_by_their_own_heads():
 )
 def test_every_parameter_has_one_tensor(family, kind, config):
     names = family.names(kind, config)
-    assert set(names.layers) == set(config.layer_specs(np.dtype(np.float32)))
-    assert set(names.outer) == set(config.outer_specs(np.dtype(np.float32)))
+    assert set(names.layers) == set(layer_specs(config, np.dtype(np.float32)))
+    assert set(names.outer) == set(outer_specs(config, np.dtype(np.float32)))
     entries = [*names.outer.values(), *names.layers.values()]
     assert len({entry.tensor for entry in entries}) == len(entries)
     assert all("{layer}" in entry.tensor for entry in names.layers.values())

@@ -36,6 +36,8 @@ class Case:
     softcap: float | None = None
     block_cells: int = 8
     tree: bool = False
+    sinks: bool = False
+    latent: int | None = None  # the first numbers of a key that are its value
     table_pages: int = SPAN // PAGE
 
 
@@ -67,8 +69,12 @@ CASES = {
         starts=(2, 9, 3, 0), counts=(5, 0, 3, 0), width=5, tree=True, windows=(3, NO_WINDOW)
     ),
     "tree, wide heads, 3 to 1, capped": Case(**TREE, **WIDE),
+    "decode, sinks": Case(**DECODE, sinks=True, windows=(1, 5, NO_WINDOW)),
+    "chunk, sinks, 3 to 1": Case(**CHUNK, sinks=True, heads=(6, 2), windows=(5, NO_WINDOW)),
+    "decode, latent": Case(**DECODE, latent=12, heads=(4, 1)),
+    "chunk, latent": Case(**CHUNK, latent=12, heads=(4, 1), windows=(5, NO_WINDOW)),
 }
-STATIC = ("scale", "softcap", "block_cells")
+STATIC = ("scale", "softcap", "block_cells", "values")
 JITTED = jax.jit(paged_attention, static_argnames=STATIC)
 SCALE = 0.25
 # Hostile leftovers, page by page.
@@ -82,7 +88,8 @@ def make_inputs(case, window=NO_WINDOW, dtype=np.float32):
     B, T, J, H = len(case.starts), case.width, case.table_pages, case.head_width
     P = B * J + 3
     q_BTNH = rng.standard_normal((B, T, N, H)).astype(dtype)
-    pool_PKWX = np.resize(GARBAGE, (P, 1, 1, 1)) * np.ones((1, K, PAGE, 2 * H))
+    cell = 2 * H if case.latent is None else H
+    pool_PKWX = np.resize(GARBAGE, (P, 1, 1, 1)) * np.ones((1, K, PAGE, cell))
     free = list(rng.permutation(np.arange(1, P)))
     table_BJ = np.zeros((B, J), np.int32)
     for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
@@ -92,7 +99,7 @@ def make_inputs(case, window=NO_WINDOW, dtype=np.float32):
             page = table_BJ[b, j] = free.pop()
             for w in range(PAGE):
                 if first <= j * PAGE + w < start + count:
-                    pool_PKWX[page, :, w] = rng.standard_normal((K, 2 * H))
+                    pool_PKWX[page, :, w] = rng.standard_normal((K, cell))
     depth_BT = ancestors_BT = None
     if case.tree:
         depth_BT = np.tile(np.int32(TREE_DEPTHS), (B, 1))
@@ -101,9 +108,15 @@ def make_inputs(case, window=NO_WINDOW, dtype=np.float32):
     return q_BTNH, pool_PKWX.astype(dtype), rows
 
 
+def extras(case):
+    """Returns the sinks and the place of values, as both the operation and its reference take them."""
+    sinks = np.linspace(-1, 2, case.heads[0], dtype=np.float32) if case.sinks else None
+    return {"sinks_N": sinks, "values": None if case.latent is None else (0, case.latent)}
+
+
 def run(case, q, pool, rows, window):
     static = {"scale": SCALE, "softcap": case.softcap, "block_cells": case.block_cells}
-    return np.asarray(JITTED(q, pool, rows, jnp.int32(window), **static))
+    return np.asarray(JITTED(q, pool, rows, jnp.int32(window), **static, **extras(case)))
 
 
 def outputs(case, window, dtype=np.float32):
@@ -111,7 +124,9 @@ def outputs(case, window, dtype=np.float32):
     q, pool, rows = make_inputs(case, window, dtype)
     got = run(case, q, pool, rows, window)
     assert got.dtype == dtype
-    want = paged_attention_reference(q, pool, rows, window, scale=SCALE, softcap=case.softcap)
+    want = paged_attention_reference(
+        q, pool, rows, window, scale=SCALE, softcap=case.softcap, **extras(case)
+    )
     real_BT = np.arange(case.width)[None] < np.array(case.counts)[:, None]
     return got.astype(np.float64), want, real_BT
 
