@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, programs
 from engine.loop import Engine
 from engine.models.oracle import forward_jit
 from engine.pages import PagePool
@@ -40,20 +40,37 @@ def tiny(own_cache, tmp_path_factory) -> LLM:
     return LLM(str(folder), **TINY_OPTIONS)
 
 
+class OnDemand(programs.Executables):
+    """Programs that are made when a test asks for them, and not before."""
+
+    def __init__(self, store, made, progress, threads):
+        super().__init__(store, made, lambda line: None, threads=0)
+
+    def wait(self):
+        pass
+
+
+def open_on_demand(path, **options) -> LLM:
+    """Returns an LLM that has compiled nothing yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "Executables", OnDemand)
+        return LLM(str(path), **options)
+
+
 @pytest.fixture(scope="session")
 def golden_llama(own_cache) -> LLM:
-    return LLM(str(GOLDEN / "tiny" / "llama"), max_num_seqs=2, max_num_batched_tokens=64)
+    return open_on_demand(GOLDEN / "tiny" / "llama", max_num_seqs=2, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="session")
 def golden_qwen2(own_cache) -> LLM:
-    return LLM(str(GOLDEN / "tiny" / "qwen2"), max_num_seqs=2, max_num_batched_tokens=64)
+    return open_on_demand(GOLDEN / "tiny" / "qwen2", max_num_seqs=2, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="session")
 def golden_gemma3(own_cache) -> LLM:
     """Gemma 3: windows of 16 beside full attention, so four page groups in one pool."""
-    return LLM(str(GOLDEN / "tiny" / "gemma3"), max_num_seqs=2, max_num_batched_tokens=64)
+    return open_on_demand(GOLDEN / "tiny" / "gemma3", max_num_seqs=2, max_num_batched_tokens=64)
 
 
 def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False) -> Engine:
@@ -218,7 +235,7 @@ def script(own_cache, tmp_path_factory) -> Script:
     """A scripted model with a byte-level tokenizer (F3)."""
     folder = tmp_path_factory.mktemp("script")
     write_script(folder, script_table([5, 6, 7]), tokenizer=byte_tokenizer())
-    return Script(LLM(str(folder), **SCRIPT_OPTIONS))
+    return Script(open_on_demand(folder, **SCRIPT_OPTIONS))
 
 
 @pytest.fixture(scope="session")
@@ -226,4 +243,4 @@ def fallback_script(own_cache, tmp_path_factory) -> Script:
     """A scripted model with a SentencePiece-style tokenizer (F3b)."""
     folder = tmp_path_factory.mktemp("fallback_script")
     write_script(folder, script_table([5, 6, 7]), tokenizer=fallback_tokenizer())
-    return Script(LLM(str(folder), **SCRIPT_OPTIONS))
+    return Script(open_on_demand(folder, **SCRIPT_OPTIONS))

@@ -238,8 +238,9 @@ def test_real_model(users_model, tmp_path, name):
         write(folder)
         other = open_real(folder)
         assert other.built.model.checkpoint.kind == kind
-        check_engine(other, short(golden), 64, f"{name}, {origin}")
-        if origin != "gguf-py":
+        if origin == "gguf-py":
+            check_engine(other, short(golden), 64, f"{name}, {origin}")
+        else:  # so that their figures are the same
             same_parameters(other, llm)
         shutil.rmtree(folder)
         del other
