@@ -59,11 +59,13 @@ def open_on_demand(path, **options) -> LLM:
 
 @functools.cache
 def golden(arch) -> LLM:
-    """The tiny checkpoint of a family that golden figures were made of: two rows, 64 tokens a step.
+    """The tiny checkpoint of a family that golden figures were made of, 64 tokens a step.
 
-    Gemma 3 has windows of 16 beside full attention, so four page groups in one pool.
+    Gemma 3 has windows of 16 beside full attention, so four page groups in one pool; it has rows
+    for several requests.
     """
-    return open_on_demand(GOLDEN / "tiny" / arch, max_num_seqs=2, max_num_batched_tokens=64)
+    rows = 2 if arch == "gemma3" else 1
+    return open_on_demand(GOLDEN / "tiny" / arch, max_num_seqs=rows, max_num_batched_tokens=64)
 
 
 def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False) -> Engine:
@@ -228,7 +230,7 @@ def script(own_cache, tmp_path_factory) -> Script:
     """A scripted model with a byte-level tokenizer (F3)."""
     folder = tmp_path_factory.mktemp("script")
     write_script(folder, script_table([5, 6, 7]), tokenizer=byte_tokenizer())
-    return Script(LLM(str(folder), **SCRIPT_OPTIONS))
+    return Script(open_on_demand(folder, **SCRIPT_OPTIONS))
 
 
 @pytest.fixture(scope="session")
@@ -236,4 +238,4 @@ def fallback_script(own_cache, tmp_path_factory) -> Script:
     """A scripted model with a SentencePiece-style tokenizer (F3b)."""
     folder = tmp_path_factory.mktemp("fallback_script")
     write_script(folder, script_table([5, 6, 7]), tokenizer=fallback_tokenizer())
-    return Script(LLM(str(folder), **SCRIPT_OPTIONS))
+    return Script(open_on_demand(folder, **SCRIPT_OPTIONS))

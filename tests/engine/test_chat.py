@@ -9,8 +9,9 @@ import pytest
 from tokenizers import processors
 
 from checkpoints.tokenizer import build_tokenizer
-from engine import LLM, SamplingParams
+from engine import SamplingParams
 from engine.chat import ChatEncoder, Renderer, as_conversations
+from tests.engine.conftest import open_on_demand
 from tests.engine.tiny_gguf import write_tiny_gguf
 from tests.fixtures import BOS, EOS, byte_tokenizer, fallback_tokenizer
 
@@ -144,7 +145,7 @@ def test_what_is_no_conversation_is_refused(messages, message):
 def test_a_gguf_files_flag_says_whether_a_text_begins_with_bos(own_cache, tmp_path, add_bos):
     """CASES T-01, through the whole engine: ids are never altered."""
     path = write_tiny_gguf(tmp_path / "m.gguf", add_bos)
-    llm = LLM(str(path), max_num_seqs=1, max_num_batched_tokens=1, num_pages=9)
+    llm = open_on_demand(path, max_num_seqs=1, max_num_batched_tokens=1, num_pages=9)
     params = SamplingParams(temperature=0, max_tokens=1)
     text = llm.tokenizer.encode("the mill", add_special_tokens=False)
     prompts = ["the mill", text, [1, *text], [1, 1, *text]]

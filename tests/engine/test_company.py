@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, SamplingParams
-from tests.engine.conftest import engine_on, greedy, make_prompts, run
+from tests.engine.conftest import engine_on, greedy, make_prompts, open_on_demand, run
 from tests.fixtures import byte_tokenizer, write_script
 
 FIELDS = {
@@ -164,7 +164,7 @@ BFLOAT16_MARGIN = 0.05
 def test_bfloat16_differs_only_between_tokens_that_are_near(own_cache, tiny):
     """CASES N-01: the bound that is published, measured on 64 prompts in any company."""
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_pages": 80}
-    llm = LLM(tiny.config.model, dtype="bfloat16", **options)
+    llm = open_on_demand(tiny.config.model, dtype="bfloat16", **options)
     prompts = make_prompts(np.random.default_rng(9), 64, 1, 40)
     jobs = [(prompt, greedy(16, logprobs=2)) for prompt in prompts]
     alone = [run(llm, engine_on(llm), [job])[0].outputs[0] for job in jobs]

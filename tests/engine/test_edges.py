@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from engine import LLM, SamplingParams
-from tests.engine.conftest import SCRIPT_OPTIONS, Script, make_prompts
+from engine import SamplingParams
+from tests.engine.conftest import SCRIPT_OPTIONS, Script, make_prompts, open_on_demand
 from tests.fixtures import byte_tokenizer, script_table, write_script
 
 TEMPERATURES = [0, 1e-30, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3]
@@ -30,9 +30,7 @@ def scripted(request, script, tmp_path_factory):
         return script
     folder = tmp_path_factory.mktemp(request.param)
     write_script(folder, script_table([5, 6, 7]), tokenizer=byte_tokenizer())
-    # With two bodies, which compile in a fifth of the time.
-    options = SCRIPT_OPTIONS | {"dtype": request.param, "deterministic": True}
-    return Script(LLM(str(folder), **options))
+    return Script(open_on_demand(folder, dtype=request.param, **SCRIPT_OPTIONS))
 
 
 def test_tiny_temperatures_are_greedy_in_a_mixed_batch(scripted):

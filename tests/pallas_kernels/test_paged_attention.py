@@ -109,7 +109,7 @@ def make_inputs(case, window=NO_WINDOW, dtype=np.float32):
 
 
 def extras(case):
-    """Returns the sinks and the place of values, as both the operation and its reference take them."""
+    """Returns the sinks and the place of values, for the operation and for its reference."""
     sinks = np.linspace(-1, 2, case.heads[0], dtype=np.float32) if case.sinks else None
     return {"sinks_N": sinks, "values": None if case.latent is None else (0, case.latent)}
 
