@@ -135,6 +135,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     return hf_names(config, layers, dict.fromkeys(NORMS, (plus_one, minus_one)))
 
 
-FAMILY = Family(
-    "gemma2", ("gemma", "gemma2"), ("gemma", "gemma2"), from_hf, names, to_hf, from_gguf
-)
+FAMILY = Family("gemma2", ("gemma", "gemma2"), (), from_hf, names, to_hf, from_gguf)

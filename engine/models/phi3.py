@@ -68,4 +68,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     return hf_names(config, HF_LAYERS, parts=parts(config))
 
 
-FAMILY = Family("phi3", ("phi3",), ("phi3",), from_hf, names, to_hf, from_gguf)
+FAMILY = Family("phi3", ("phi3",), (), from_hf, names, to_hf, from_gguf)

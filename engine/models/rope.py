@@ -75,9 +75,10 @@ class Rope:
             after = self.original_max_position + 1
             long = jnp.asarray(self.inverse_frequencies(width, after), jnp.float32)[None]
             return position_T1 * jnp.where(beyond_T1, long, short)
-        grown_T1 = self.factor * length_T[:, None] / self.original_max_position - self.factor + 1
+        share_T1 = length_T[:, None].astype(jnp.float32) / self.original_max_position
+        grown_T1 = self.factor * share_T1 - (self.factor - 1)
         power = jnp.asarray(-np.arange(0, width, 2) / (width - 2), jnp.float32)[None]
-        long = short * jnp.maximum(grown_T1, 1.0).astype(jnp.float32) ** power
+        long = short * jnp.maximum(grown_T1, 1.0) ** power
         return position_T1 * jnp.where(beyond_T1, long, short)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from engine.layers import rotate
-from engine.loading import open_model
+from engine.loading import config_of, open_model
 from engine.models import FAMILIES, gemma3, llama, qwen2
 from engine.models.oracle import forward
 from engine.models.rope import Rope, rope_tables
@@ -67,6 +68,60 @@ def test_inverse_frequencies_follow_the_formulas(name, head_width):
         for i in range(head_width // 2)
     ]
     np.testing.assert_allclose(rope.inverse_frequencies(head_width), want, rtol=1e-14)
+
+
+def dynamic_frequency(rope, width, length, pair):
+    grown = rope.factor * length / rope.original_max_position - (rope.factor - 1)
+    return (rope.theta * grown ** (width / (width - 2))) ** (-2 * pair / width)
+
+
+def test_ropes_that_depend_on_the_final_length():
+    """Each token by its own sequence: none is scaled up to the original length."""
+    dynamic = Rope(1e4, "dynamic", 4.0, original_max_position=32)
+    lists = {"short_factors": (1.0,) * 8, "long_factors": (1.5, 2, 3, 4, 5, 6, 7, 8)}
+    longrope = Rope(1e4, "longrope", original_max_position=32, attention_factor=1.25, **lists)
+    position_T = jnp.array([31, 31, 100], jnp.int32)
+    length_T = jnp.array([32, 33, 128], jnp.int32)
+    cos, sin = rope_tables((dynamic, longrope), 16, position_T, length_T)
+    plain = [1e4 ** (-2 * pair / 16) for pair in range(8)]
+    for token, (position, length) in enumerate([(31, 32), (31, 33), (100, 128)]):
+        grown = [dynamic_frequency(dynamic, 16, max(length, 32), pair) for pair in range(8)]
+        divided = np.divide(plain, lists["long_factors" if length > 32 else "short_factors"])
+        for place, (frequencies, scale) in enumerate([(grown, 1.0), (divided, 1.25)]):
+            angles = position * np.array(frequencies)
+            np.testing.assert_allclose(cos[place, token], scale * np.cos(angles), atol=1e-4)
+            np.testing.assert_allclose(sin[place, token], scale * np.sin(angles), atol=1e-4)
+
+
+def test_a_gguf_files_list_of_factors_is_llama3s_rule():
+    llama3 = ROPES["llama3"]
+    factors = Rope(llama3.theta).inverse_frequencies(64) / llama3.inverse_frequencies(64)
+    tensors = {"rope_freqs.weight": factors}
+    checkpoint = types.SimpleNamespace(
+        kind="gguf", config=GGUF, tensors=tensors, read=tensors.__getitem__
+    )
+    family = next(family for family in FAMILIES if family.name == "llama")
+    [rope] = config_of(family, checkpoint).ropes
+    for length in (1, 10**6):
+        got = rope.inverse_frequencies(64, length)
+        np.testing.assert_allclose(got, llama3.inverse_frequencies(64), rtol=1e-12)
+    assert rope.attention_factor == 1
+
+
+@pytest.mark.parametrize(
+    "scaling, message",
+    [
+        ({"rope_type": "linear"}, "type linear has no 'factor'"),
+        ({"factor": 4.0}, "has 'factor' but no 'rope_type'"),
+        ({"rope_type": "llama3", "factor": 8.0}, "type llama3 has no 'high_freq_factor'"),
+        ({"rope_type": "linear", "factor": 2.0, "mscale": 1.0}, "'mscale', which is not supported"),
+        ({"rope_type": "linear", "factor": -2.0}, "factor -2.0; a positive number"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "longrope has no 'long_factor'"),
+    ],
+)
+def test_a_rope_that_is_incomplete_or_unknown_is_named(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        llama.from_hf(without(LLAMA, "rope_parameters") | {"rope_scaling": scaling})
 
 
 def test_llama3_keeps_blends_and_divides():
