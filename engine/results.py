@@ -58,7 +58,7 @@ class Results:
         self._tokenizer = tokenizer
         self._width = width
         self._records: dict[int, Record] = {}
-        # The record of a request that is not finished, by id; bound, for it is asked at every token.
+        # The record of a request that is not finished, by id. Bound: it is asked at every token.
         self.get = self._records.get
         self._ready: list[Delta] = []
         self._decoded = token_decoder(tokenizer)
