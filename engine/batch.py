@@ -99,7 +99,7 @@ def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray)
     *parts, sampled = shape.unpack(plan.body, packed)
     first_token = 0
     sampled["sample_row_S"][:] = shape.num_rows
-    sampled["sample_row_S"][: len(plan.sampled)] = [row for _, row in plan.sampled]
+    sampled["sample_row_S"][: len(plan.sampled)] = plan.rows
     indexes = sampled["sample_index_S"][: len(plan.sampled)]
     for group, part in zip(plan.body, parts, strict=True):
         part["row_B"][:] = shape.num_rows

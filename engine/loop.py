@@ -199,7 +199,7 @@ class Engine:
         return Pending(plan, hidden.row_S, tokens, logprobs, scored, prompt_CD)
 
     def _head(self, plan: Plan) -> Head:
-        kind = HEADS[max([request.head for request, _ in plan.sampled])]
+        kind = HEADS[max([request.head for request in plan.sampled])]
         return next(head for head in self._heads[kind] if head.rows >= len(plan.sampled))
 
     def _score(self, plan: Plan, prompt_CD: jax.Array | None) -> list[Scored]:
@@ -246,13 +246,16 @@ class Engine:
         self, plan: Plan, tokens: list[int], logprobs: Logprobs | None, now: float
     ) -> None:
         """Delivers one token of each sampled row, and what ended."""
-        results = self._results
+        results, record_of = self._results, self._results.get
         for request, place in self.scheduler.update(plan, tokens):
-            record = results.get(request.id)
+            record = record_of(request.id)
             assert record is not None, "the scheduler has ended it"
             # A token drawn again after a preemption was delivered before it.
             if place is not None and len(request.output_token_ids) > record.num_tokens:
                 request.token_times.append(now)
+                if record.is_quiet and request.finish_reason is None:
+                    record.num_tokens += 1  # all that `deliver` would do
+                    continue
                 entry = None
                 if record.logprobs is not None and logprobs is not None:
                     entry = results.entry(logprobs, place, tokens[place], request.params.logprobs)

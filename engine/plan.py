@@ -2,7 +2,6 @@
 """A step as the scheduler decides it: a frozen Plan, and the draft that it grows from."""
 
 import dataclasses
-from typing import NamedTuple
 
 from engine.buckets import Body
 from engine.request import Request
@@ -28,25 +27,20 @@ class Piece:
     scores: tuple[int, int] | None
 
 
-class Decode(NamedTuple):
-    """One more token of a row whose last token is on the device."""
-
-    request: Request
-    row: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. `sampled`: (request, row) of each token drawn, of pieces first, then decodes.
+    """One step. `decodes`: requests with one more token, whose last one is on the device.
 
+    `sampled`: the request of each token drawn, of pieces first, then of decodes; `rows`: its row.
     A plan of decodes alone may run `repeat` times in one dispatch.
     """
 
     step: int
     body: Body
-    decodes: tuple[Decode, ...]
+    decodes: tuple[Request, ...]
     pieces: tuple[Piece, ...]
-    sampled: tuple[tuple[Request, int], ...]
+    sampled: tuple[Request, ...]
+    rows: tuple[int, ...]
     repeat: int = 1
 
 
@@ -56,14 +50,14 @@ class Draft:
 
     tokens_left: int
     pieces_left: int
-    decodes: list[Decode] = dataclasses.field(default_factory=list)
+    decodes: list[Request] = dataclasses.field(default_factory=list)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     preempted: bool = False
 
     def drop(self, request: Request) -> None:
         """Takes back what was drafted for `request`; its share of the budget stays unused."""
         self.pieces = [piece for piece in self.pieces if piece.request is not request]
-        self.decodes = [decode for decode in self.decodes if decode.request is not request]
+        self.decodes = [decode for decode in self.decodes if decode is not request]
 
 
 def make_piece(request: Request, start: int, stop: int) -> Piece:

@@ -32,7 +32,7 @@ class Delta:
     output: RequestOutput | None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Record:
     """What the host keeps of a request beside the scheduler's part, until it is finished."""
 
@@ -45,6 +45,10 @@ class Record:
     hidden_TD: np.ndarray | None  # of the prompt, as far as it was read
     scores: dict[int, ScoredToken]  # by prompt position, where only they are wanted
     num_tokens: int = 0  # output tokens delivered
+    is_quiet: bool = dataclasses.field(init=False)  # nobody looks at its tokens before the last
+
+    def __post_init__(self) -> None:
+        self.is_quiet = not self.streams and self.text is None and self.logprobs is None
 
 
 class Results:
@@ -54,6 +58,8 @@ class Results:
         self._tokenizer = tokenizer
         self._width = width
         self._records: dict[int, Record] = {}
+        # The record of a request that is not finished, by id. Bound: it is asked at every token.
+        self.get = self._records.get
         self._ready: list[Delta] = []
         self._decoded = token_decoder(tokenizer)
 
@@ -76,10 +82,6 @@ class Results:
             np.full((length, self._width), np.nan, np.float32) if request.wants_hidden else None,
             {},
         )
-
-    def get(self, request_id: int) -> Record | None:
-        """Returns the record of a request that is not finished."""
-        return self._records.get(request_id)
 
     def records(self) -> list[Record]:
         """Returns all records, in order of arrival."""

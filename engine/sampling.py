@@ -104,14 +104,16 @@ def distribution(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     p_B = jnp.where(greedy_B, 1.0, rows.top_p_B)
     off_B = no_k_B & (p_B >= 1.0)
 
-    def cut(scaled_BV):
-        floor_B, last_B = last_kept(scaled_BV, k_B, p_B, ~off_B)
-        tied_BV = scaled_BV == floor_B[:, None]
-        tied_BV = tied_BV & (jnp.arange(V, dtype=jnp.int32)[None] <= last_B[:, None])
-        kept_BV = (scaled_BV > floor_B[:, None]) | tied_BV | off_B[:, None]
-        return jnp.where(kept_BV, scaled_BV, -jnp.inf)
-
-    return jax.lax.cond(jnp.all(off_B), lambda x: x, cut, scaled_BV)
+    # A branch returns no logits: they would be copied.
+    floor_B, last_B = jax.lax.cond(
+        jnp.all(off_B),
+        lambda: (jnp.full(off_B.shape, -jnp.inf), jnp.zeros(off_B.shape, jnp.int32)),
+        lambda: last_kept(scaled_BV, k_B, p_B, ~off_B),
+    )
+    floor_B = jnp.where(off_B, -jnp.inf, floor_B)
+    tied_BV = scaled_BV == floor_B[:, None]
+    tied_BV = tied_BV & (jnp.arange(V, dtype=jnp.int32)[None] <= last_B[:, None])
+    return jnp.where((scaled_BV > floor_B[:, None]) | tied_BV, scaled_BV, -jnp.inf)
 
 
 def uniform(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
@@ -210,24 +212,27 @@ def last_kept(
 
     def search(index, found):
         row = order_B[index]
-        value, last = search_row(scaled_BV[row], k_B[row], p_B[row])
+        value, last = search_row(scaled_BV[row], sorted_BC[row, -1], k_B[row], p_B[row])
         return found[0].at[row].set(value), found[1].at[row].set(last)
 
     return jax.lax.fori_loop(0, search_B.sum(), search, (value_B, id_B))
 
 
-def search_row(scaled_V: jax.Array, k: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (value, id) of the last token that top-k and then top-p keep of one row.
+def search_row(
+    scaled_V: jax.Array, candidate: jax.Array, k: jax.Array, p: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `last_kept` returns, of one row, by search.
 
-    By bisection over the values' bits, which for numbers up to 0 grow as the number falls: exact
-    in 31 passes for each of the two, whatever the values are.
+    `candidate`: a value that fewer than `k` exceed. By bisection over the values' bits, which for
+    numbers up to 0 grow as the number falls, until no two different values are left: exact, in
+    some 20 passes for each of the two.
     """
     V = scaled_V.shape[0]
-    bits_V = jax.lax.bitcast_convert_type(jnp.abs(scaled_V), jnp.int32)
-    most = jnp.int32(0x7F800000)
-    # Sums go by columns first, which is twice as fast on CPU. What fills up counts for nothing.
-    bits_KS = blocks(bits_V[None], most + 1)[0]
-    mass_KS = blocks(jnp.exp(scaled_V)[None], 0.0)[0]
+    # Sums go by columns first, which is twice as fast on CPU. What fills up has no mass.
+    scaled_KS = blocks(scaled_V[None], -jnp.inf)[0]
+    bits_KS = jax.lax.bitcast_convert_type(jnp.abs(scaled_KS), jnp.int32)
+    mass_KS = jnp.exp(scaled_KS)
+    first = jax.lax.bitcast_convert_type(jnp.abs(candidate), jnp.int32)
 
     def total(chosen_KS, each_KS):
         return jnp.sum(jnp.sum(jnp.where(chosen_KS, each_KS, 0.0), axis=0))
@@ -238,37 +243,50 @@ def search_row(scaled_V: jax.Array, k: jax.Array, p: jax.Array) -> tuple[jax.Arr
     def mass(chosen_KS):
         return total(chosen_KS, mass_KS)
 
-    def least(reached):
-        """Returns the least bits of which `reached` is true; it is false, then true."""
+    def highest_bits(bits_KS):
+        return jnp.max(jnp.max(bits_KS, axis=0))
+
+    def least(enough, high):
+        """Returns the least bits of a value for which `enough` of the values up to it is true.
+
+        It is false, then true, and true at `high`.
+        """
+
+        def is_open(bounds):
+            low, high = bounds
+            return (low < high) & (count((bits_KS >= low) & (bits_KS <= high)) > 1)
 
         def halve(_, bounds):
             low, high = bounds
             middle = low + (high - low) // 2
-            below = reached(middle)
-            return jnp.where(below, low, middle + 1), jnp.where(below, middle, high)
+            ends = enough(bits_KS <= middle)
+            return jnp.where(ends, low, middle + 1), jnp.where(ends, middle, high)
 
-        return jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), most))[1]
+        low = jnp.where(enough(bits_KS < first), 0, first)
+        # The look at what is left costs a pass too.
+        bounds = jax.lax.while_loop(
+            is_open, lambda bounds: jax.lax.fori_loop(0, 8, halve, bounds), (low, high)
+        )
+        return highest_bits(jnp.where(bits_KS <= bounds[1], bits_KS, 0))
 
     # Top-k ends among the tokens of `edge`, of which it keeps the first `ties`.
-    edge = jax.lax.cond(
-        k < V, lambda: least(lambda bits: count(bits_KS <= bits) >= k), lambda: bits_V.max()
-    )
+    most = highest_bits(bits_KS)
+    edge = jax.lax.cond(k < V, lambda: least(lambda c_KS: count(c_KS) >= k, most), lambda: most)
     ties = k - count(bits_KS < edge)
     each = jnp.exp(-jax.lax.bitcast_convert_type(edge, jnp.float32))
     wanted = p * (mass(bits_KS < edge) + ties.astype(jnp.float32) * each)
     # Top-p may end before.
     last = jax.lax.cond(
-        p < 1.0, lambda: least(lambda bits: mass(bits_KS <= bits) >= wanted), lambda: edge
+        p < 1.0, lambda: least(lambda c_KS: mass(c_KS) >= wanted, edge), lambda: edge
     )
-    last = jnp.minimum(last, edge)
     each = jnp.exp(-jax.lax.bitcast_convert_type(last, jnp.float32))
     lacking = jnp.where(p < 1.0, wanted - mass(bits_KS < last), jnp.inf)
     needed = jnp.ceil(lacking / jnp.maximum(each, jnp.finfo(jnp.float32).tiny))
     kept = jnp.where(last == edge, ties, jnp.int32(V)).astype(jnp.float32)
     kept = jnp.clip(needed, 1.0, kept).astype(jnp.int32)
     tied_KS = bits_KS == last
-    # Fewer than `kept` tie where rounding wanted more: then all of them are kept.
-    place = jnp.where(count(tied_KS) < kept, V - 1, nth(tied_KS, kept))
+    some = count(tied_KS) > kept
+    place = jax.lax.cond(some, lambda: nth(tied_KS, kept), lambda: jnp.int32(V - 1))
     return -jax.lax.bitcast_convert_type(last, jnp.float32), place
 
 

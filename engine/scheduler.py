@@ -11,11 +11,11 @@ import numpy as np
 from engine.buckets import Ladder
 from engine.pages import PageGroup, PagePool
 from engine.params import NO_TOKEN, NOT_FINITE
-from engine.plan import Decode, Draft, Piece, Plan, make_piece
+from engine.plan import Draft, Piece, Plan, make_piece
 from engine.request import Request, Status
 from engine.rows import Rows
 
-__all__ = ["Decode", "Piece", "Plan", "Scheduler"]
+__all__ = ["Piece", "Plan", "Scheduler"]
 
 
 class Scheduler:
@@ -183,7 +183,7 @@ class Scheduler:
         token ends its request with the reason "error".
         """
         progressed: list[tuple[Request, int | None]] = []
-        for place, ((request, _), token) in enumerate(zip(plan.sampled, tokens, strict=True)):
+        for place, (request, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
             if request.status is Status.FINISHED:
                 continue
             request.in_flight -= 1
@@ -208,7 +208,7 @@ class Scheduler:
     def _plan_decodes(self, draft: Draft) -> None:
         for request in [r for r in self._running.values() if r.decodes]:
             if request.computed < request.quiet_cells or self._make_room(draft, request):
-                draft.decodes.append(Decode(request, request.running_row))
+                draft.decodes.append(request)
         draft.tokens_left -= len(draft.decodes)
         assert draft.tokens_left >= 0, "no more rows run than the budget has tokens"
 
@@ -320,30 +320,30 @@ class Scheduler:
         """Returns the draft as a plan, and counts its tokens as computed."""
         if not draft.decodes and not draft.pieces:
             return None
-        sampled = [(p.request, p.row) for p in draft.pieces if p.samples]
-        sampled += draft.decodes
+        last = [piece for piece in draft.pieces if piece.samples]
+        decode_rows = [request.running_row for request in draft.decodes]
+        sampled = [*(piece.request for piece in last), *draft.decodes]
         for piece in draft.pieces:
             piece.request.computed = piece.stop
             if piece.scores is not None:
                 piece.request.scored = piece.scores[1]
             self._rows.set_lengths(piece.request)
         repeat = self._repeat(draft)
-        for request, _ in sampled:
+        for request in sampled:
             request.in_flight += repeat
-        for request, _ in draft.decodes:
+        for request in draft.decodes:
             request.computed += repeat
-        self._rows.grow([row for _, row in draft.decodes], repeat)
+        self._rows.grow(decode_rows, repeat)
         widest = max((piece.stop - piece.start for piece in draft.pieces), default=0)
-        decode_rows = len(draft.decodes)
-        if self._static and draft.decodes:
-            decode_rows = len(self._batch)
-        body = self._ladder.choose_repeat(decode_rows) if repeat > 1 else None
+        count = len(self._batch) if self._static and draft.decodes else len(draft.decodes)
+        body = self._ladder.choose_repeat(count) if repeat > 1 else None
         plan = Plan(
             step=self._step,
-            body=body or self._ladder.choose(decode_rows, len(draft.pieces), widest),
+            body=body or self._ladder.choose(count, len(draft.pieces), widest),
             decodes=tuple(draft.decodes),
             pieces=tuple(draft.pieces),
             sampled=tuple(sampled),
+            rows=(*(piece.row for piece in last), *decode_rows),
             repeat=repeat,
         )
         self._step += 1
@@ -354,13 +354,12 @@ class Scheduler:
         steps = self._decode_steps
         if steps == 1 or draft.pieces or self._waiting or self._static:
             return 1
-        requests = [decode.request for decode in draft.decodes]
-        if not all(r.repeats and r.limit - r.length >= steps for r in requests):
+        if not all(r.repeats and r.limit - r.length >= steps for r in draft.decodes):
             return 1
-        cells = [(request, request.computed + steps) for request in requests]
+        cells = [(request, request.computed + steps) for request in draft.decodes]
         missing = sum(self._rows.missing_pages(*each) for each in cells)
         fits = missing <= self._rows.num_free_pages
-        if not fits or self._ladder.choose_repeat(len(requests)) is None:
+        if not fits or self._ladder.choose_repeat(len(cells)) is None:
             return 1
         for each in cells:
             self._rows.extend(*each)

@@ -114,15 +114,16 @@ class FakeDevice:
             if piece.scores is not None:
                 assert piece.start <= piece.scores[0] < piece.scores[1] <= piece.stop
                 self.scored.setdefault(piece.request.id, []).extend(range(*piece.scores))
-        for decode in plan.decodes:
-            row = decode.row
-            self.write(tables, row, decode.request, self.position[row], self.last_token[row])
+        assert plan.rows == tuple(request.row for request in plan.sampled)
+        for request in plan.decodes:
+            row = request.row
+            self.write(tables, row, request, self.position[row], self.last_token[row])
             self.position[row] += 1
         for piece in plan.pieces:  # every query of a piece sees what it should
             for query in range(piece.start, piece.stop):
                 self.read(tables, piece.row, piece.request, query)
         drawn = []
-        for request, row in plan.sampled:
+        for request, row in zip(plan.sampled, plan.rows, strict=True):
             query = self.position[row] - 1
             token = next_token(self.read(tables, row, request, query))
             assert query == len(self.sequences[request.id]) - 1, "a token is drawn once"
@@ -209,7 +210,7 @@ class Harness:
             assert rows["chunk"].rows >= len(plan.pieces)
             assert rows["chunk"].width >= max(p.stop - p.start for p in plan.pieces)
         chunked = {piece.row: piece.request.id for piece in plan.pieces}
-        decoding = {decode.row: decode.request.id for decode in plan.decodes}
+        decoding = {request.row: request.id for request in plan.decodes}
         assert len(decoding) == len(plan.decodes)
         assert not chunked.keys() & decoding.keys()
         ids = [*chunked.values(), *decoding.values()]

@@ -156,7 +156,8 @@ def test_overlap_plans_ahead_of_reads_and_ignores_what_runs_past_an_end():
     request = setup.request(0, [1, 2, 3], 10, end_ids=(END,))
     scheduler.add(request)
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert first.sampled == second.sampled == ((request, 0),)
+    assert first.sampled == second.sampled == (request,)
+    assert first.rows == second.rows == (0,)
     assert (request.computed, request.known, request.in_flight) == (4, 3, 2)
     assert scheduler.update(first, [END]) == [(request, 0)]
     assert (request.finish_reason, request.stop_reason) == ("stop", END)
@@ -193,7 +194,7 @@ def test_a_static_batch_admits_nobody_and_keeps_its_rows_until_its_last_has_ende
         plan = harness.step()
         if plan is None:
             continue
-        at_work = {p.request.id for p in plan.pieces} | {d.request.id for d in plan.decodes}
+        at_work = {p.request.id for p in plan.pieces} | {r.id for r in plan.decodes}
         [batch] = [b for b in batches if at_work <= {r.id for r in b}]
         seen.append(batches.index(batch))
         if plan.decodes:
@@ -293,7 +294,7 @@ def test_the_latest_admitted_goes_first_and_returns_only_when_its_tokens_are_rea
     plans = [scheduler.schedule() for _ in range(3)]  # cells 6, 7 and 8 of both
     assert [len(plan.sampled) for plan in plans] == [2, 2, 2]
     plans.append(scheduler.schedule())  # a third page for the old one
-    assert [request for request, _ in plans[-1].sampled] == [old]
+    assert plans[-1].sampled == (old,)
     assert new.status is Status.WAITING and new.preemptions == 1
     assert (new.in_flight, new.computed, new.row) == (3, 0, None)
     assert scheduler.abort(old.id) is old
@@ -528,7 +529,7 @@ def test_the_same_calls_give_the_same_plans():
         while harness.scheduler.has_work:
             if plan := harness.step():
                 rows = [(p.request.id, p.row, p.start, p.stop) for p in plan.pieces]
-                decodes = [(d.request.id, d.row) for d in plan.decodes]
+                decodes = [(r.id, row) for r, row in zip(plan.sampled, plan.rows, strict=True)]
                 seen.append((plan.step, rows, decodes, harness.scheduler.tables.tolist()))
         return seen
 
