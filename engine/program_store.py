@@ -217,7 +217,8 @@ class Executables(Mapping[Any, Callable[..., Any]]):
             thread.start()
         threading.stack_size(before)
         # A daemon thread inside the compiler must not outlive the interpreter.
-        atexit.register(self.stop)
+        if self._threads:
+            atexit.register(self.stop)
 
     def __getitem__(self, key: Any) -> Callable[..., Any]:
         ready = self._ready.get(key)

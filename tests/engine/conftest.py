@@ -57,7 +57,7 @@ def open_on_demand(path, **options) -> LLM:
         return LLM(str(path), **options)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # a process may have 65,530 mappings, and a program takes many
 def golden(arch) -> LLM:
     """The tiny checkpoint of a family that golden figures were made of, 64 tokens a step.
 

@@ -38,6 +38,7 @@ def assert_greedy(name, token_ids, expected, margins, least=0.02):
 
 @pytest.fixture(scope="session", params=TINY)
 def tiny_golden(request, own_cache):
+    """One family after the other, so that few engines are there at a time."""
     return golden(request.param), TINY[request.param]
 
 
@@ -64,15 +65,10 @@ def test_hidden_states_are_every_layers(own_cache):
     np.testing.assert_allclose(last @ np.asarray(params["head"]).T, logits, atol=1e-4)
 
 
-# Families of which every kind of attention and feed-forward has one.
-PAGED = ["llama", "qwen2", "gemma3", "deepseek_v3", "gpt_oss", "qwen3_moe"]
-
-
 @pytest.mark.parametrize("budget", [1, 7, 64])
-@pytest.mark.parametrize("arch", PAGED)
-def test_tiny_engine(own_cache, arch, budget):
+def test_tiny_engine(tiny_golden, budget):
     """Chunks of 7 run padded in wider programs; windows free their pages on the way."""
-    llm, figures = golden(arch), TINY[arch]
+    llm, figures = tiny_golden
     cases = figures["cases"]
     params = greedy(16, logprobs=3, prompt_logprobs=3)
     outputs = run(llm, engine_on(llm, budget=budget), [(case["ids"], params) for case in cases])
@@ -91,10 +87,9 @@ def test_tiny_engine(own_cache, arch, budget):
                 assert entry[token].logprob == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("arch", PAGED)
-def test_tiny_scores(own_cache, arch):
+def test_tiny_scores(tiny_golden):
     """`llm.score`: each token of the golden columns after each beginning of a text."""
-    llm, figures = golden(arch), TINY[arch]
+    llm, figures = tiny_golden
     for case in figures["cases"]:
         places = range(0, len(case["ids"]), 5)
         pairs = [(case["ids"][: p + 1], [token]) for p in places for token in case["cols"]]
