@@ -12,6 +12,7 @@ from checkpoints.checkpoint import Checkpoint, TensorInfo
 from checkpoints.gguf import GGUFCheckpoint
 from checkpoints.huggingface import HuggingFaceCheckpoint
 from checkpoints.orbax import OrbaxCheckpoint, is_orbax
+from checkpoints.quantized import decoded
 from checkpoints.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "TensorInfo", "Tokenizer", "open_checkpoint"]
@@ -29,7 +30,7 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
     if path.is_dir():
         if is_orbax(path):
             return OrbaxCheckpoint(path)
-        return HuggingFaceCheckpoint(path)
+        return decoded(HuggingFaceCheckpoint(path))
     if path.is_file():
         return GGUFCheckpoint(path)
     raise FileNotFoundError(f"{path}: no such file or folder; give a GGUF file or a model folder")

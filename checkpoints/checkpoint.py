@@ -20,8 +20,8 @@ DTYPES: Mapping[str, Any] = {
 
 
 class TensorInfo(NamedTuple):
-    """A stored tensor: its shape in row-major order (`[out, in]` for a matrix), and the stored
-    type by its name in `DTYPES` ("F32", "BF16"), or in GGUF ("Q4_1")."""
+    """A tensor: its shape in row-major order (`[out, in]` for a matrix), and its stored type by
+    its name in `DTYPES` ("F32", "BF16"), in GGUF ("Q4_1"), or "F8_E4M3", "F8_E5M2", "MXFP4"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,7 +52,8 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> np.ndarray:
-        """Returns the tensor in its shape; float32 where it is stored quantized, else as stored.
+        """Returns the tensor in its shape, as stored; float32 where it is stored quantized
+        (bfloat16 for MXFP4, which that holds exactly).
 
         The array is the caller's own: no view of the file, and held by nobody else. Raises
         KeyError for an unknown name.

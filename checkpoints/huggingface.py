@@ -15,6 +15,7 @@ import safetensors
 
 from checkpoints.buffers import read_array
 from checkpoints.checkpoint import DTYPES, TensorInfo
+from checkpoints.float_codes import FLOAT8
 from checkpoints.folder import CONFIG, GENERATION_CONFIG, inside, read_json, read_tokenizer, unique
 from checkpoints.tokenizer import Tokenizer
 
@@ -22,12 +23,14 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_STORED = {**DTYPES, **FLOAT8}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class HuggingFaceCheckpoint:
     """A model folder as a `Checkpoint`; no shard stays open, and a tensor is read at a time.
 
+    Weights in 8 bits are codes here: `checkpoints.quantized` decodes them.
     Where the folder has an index, the index alone says which shard holds a tensor; what else a
     shard holds is left alone, with a warning.
     """
@@ -52,7 +55,7 @@ class HuggingFaceCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor in the type in which it is stored."""
         file, info, start = self._stored[name]
-        return read_array(file, start, info.shape, DTYPES[info.dtype])
+        return read_array(file, start, info.shape, _STORED[info.dtype])
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer in tokenizer.json, or None where the folder has none."""
@@ -120,10 +123,10 @@ def _read_header(folder: pathlib.Path, shard: str) -> dict[str, _Stored]:
     header.pop("__metadata__", None)
     stored = {}
     for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
+        if entry["dtype"] not in _STORED:
             raise ValueError(
                 f"{folder}: tensor {name!r} has type {entry['dtype']}, which is not supported; "
-                f"supported: {', '.join(DTYPES)}"
+                f"supported: {', '.join(_STORED)}"
             )
         info = TensorInfo(tuple(entry["shape"]), entry["dtype"])
         stored[name] = _Stored(file, info, 8 + length + entry["data_offsets"][0])

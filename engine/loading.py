@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints import open_checkpoint
-from checkpoints.checkpoint import Checkpoint
+from checkpoints.checkpoint import DTYPES, Checkpoint
 from checkpoints.load import Source, Target, check_parameters, load_parameters, warn_of_unused
 from checkpoints.tokenizer import Tokenizer
 from engine.log import logger
@@ -153,11 +153,12 @@ def stored_dtype(checkpoint: Checkpoint) -> np.dtype:
     """Returns the type that a checkpoint's weights are best kept in, of float32 and the halves.
 
     That of the matrices where norms are in float32 beside them; bfloat16 is never narrowed to
-    float16, and GGUF files, which are nearly always quantized, are bfloat16.
+    float16. Checkpoints with quantized weights, and so GGUF files, which nearly always have some,
+    are bfloat16.
     """
     stored = {info.dtype for info in checkpoint.tensors.values()}
     name = "float16" if "F16" in stored else "float32"
-    if "BF16" in stored or checkpoint.kind == "gguf":
+    if "BF16" in stored or stored - DTYPES.keys() or checkpoint.kind == "gguf":
         name = "bfloat16"
     return np.dtype(jax.numpy.dtype(name))
 
