@@ -2,12 +2,13 @@
 """Measures the engine on this machine.
 
     python -m scripts.benchmark
-        --suite=decode|prefill|startup|peers|serving|sampling|scheduler|steps|scoring
+        --suite=decode|prefill|startup|loading|peers|serving|sampling|scheduler|steps|scoring
         [--output=F.json] [--charts=FOLDER] [--repeats=N]
         [--peer_python=PYTHON --peer_model=FOLDER --peer_gguf=FILE]
 
 decode: 64 prompt and 64 new tokens a request, all requests at once. peers: the same, beside
 transformers and llama.cpp. prefill: prompt tokens a second. startup: a cold start and warm ones.
+loading: files to parameters, beside a copy of them, and GGUF types beside the gguf package.
 serving: users' requests, with continuous batching, static batches and the peers. sampling: what
 each field costs. scheduler: host time of a step, with no device work. steps: several decode steps
 in one dispatch against one. scoring: choices in one call, and one by one. Rounds during which other
@@ -25,6 +26,7 @@ from absl import flags
 from engine.config import EngineConfig
 from scripts.benchmarks import (
     decode,
+    loading,
     multistep,
     pools,
     prefill,
@@ -59,6 +61,7 @@ SUITES = {
     "decode": Suite(decode.measure, decode.tables, decode.charts, "never"),
     "prefill": Suite(prefill.measure, prefill.tables, prefill.charts, "perhaps"),
     "startup": Suite(startup.measure, startup.tables, startup.charts, "never"),
+    "loading": Suite(loading.measure, loading.tables, loading.charts, "never"),
     "peers": Suite(decode.measure, decode.tables, decode.charts, "always"),
     "serving": Suite(serving.measure, serving.tables, serving.charts, "perhaps"),
     "sampling": Suite(sampling.measure, sampling.tables, sampling.charts, "never"),
