@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 # What a model folder is read from; no pickles and no code.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
+_CONFIG = "config.json"
 # Other forms of the same weights, and folders of other libraries' files.
 _UNWANTED = ["*/*", "consolidated*"]
 
@@ -40,12 +41,14 @@ def parse_name(name: str) -> HubName | None:
 def fetch(
     name: HubName,
     *,
+    config_only: bool = False,
     endpoint: str | None = None,
     cache_folder: pathlib.Path | None = None,
 ) -> pathlib.Path:
     """Returns the folder of the repository's model, or the path of its one file.
 
-    Only what is read is downloaded: safetensors, JSON files and the chat template. Without an
+    Only what is read is downloaded: safetensors, JSON files and the chat template, or with
+    `config_only` the config alone (of a GGUF file, which holds it, all). Without an
     `endpoint` and a `cache_folder` they are huggingface_hub's own. Where the hub cannot be reached,
     what its cache has is used. Raises FileNotFoundError where there is no such model, and OSError
     where the hub cannot be reached.
@@ -54,7 +57,7 @@ def fetch(
     import huggingface_hub
     from huggingface_hub import errors
 
-    wanted = [name.file] if name.file else _WANTED
+    wanted = [name.file] if name.file else [_CONFIG] if config_only else _WANTED
     try:
         folder = huggingface_hub.snapshot_download(
             name.repository,
@@ -91,7 +94,7 @@ def fetch(
             f"{name}: {name.repository} of the Hugging Face Hub has no such file; check the name, "
             "or give a local file"
         )
-    if not name.file and not any(found.glob("*.safetensors")):
+    if not name.file and not config_only and not any(found.glob("*.safetensors")):
         raise FileNotFoundError(
             f"{name}: no safetensors files in {found}, which is what the Hugging Face Hub has or, "
             "when it cannot be reached, what was fetched before; connect and try again, or name a "

@@ -61,7 +61,7 @@ def load_parameters(
     parameters = {}
     for path, source in sources.items():
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.
-        array = _read(checkpoint, path, source, targets[path])
+        array = read_parameter(checkpoint, path, source, targets[path])
         parameters[path] = _put(array, targets[path].sharding).block_until_ready()
     return parameters
 
@@ -173,8 +173,11 @@ def _transformed_shape(
         ) from None
 
 
-def _read(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> np.ndarray:
-    """Returns the parameter on the host, in memory that nothing else holds."""
+def read_parameter(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> np.ndarray:
+    """Returns the parameter on the host, in memory that nothing else holds.
+
+    What `check_parameters` checks is taken to be so.
+    """
     if not source.stack:
         array = _read_tensor(checkpoint, source.names[0], source)
         if array.dtype == target.dtype and array.flags.c_contiguous:

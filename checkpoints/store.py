@@ -89,10 +89,11 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(chosen) if chosen else pathlib.Path.home() / ".cache" / "headrace"
 
 
-def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
+def resolve(name_or_path: str | os.PathLike[str], *, config_only: bool = False) -> pathlib.Path:
     """Returns the path of a model: an existing path as it is, else a named model or one of the hub.
 
-    What is not in the cache is fetched. Raises FileNotFoundError, naming the known models, where it
+    What is not in the cache is fetched; with `config_only`, of a folder of the hub no more than its
+    config. Raises FileNotFoundError, naming the known models, where it
     is none of these, and OSError or ValueError as `fetch` and `hub.fetch` do.
     """
     path = pathlib.Path(name_or_path)
@@ -106,7 +107,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
                 f"{name_or_path}: no such file or folder; {path.parts[0]} is a folder here, so "
                 "this is taken for a path; to ask the Hugging Face Hub for it, run elsewhere"
             )
-        return hub.fetch(hub_name)
+        return hub.fetch(hub_name, config_only=config_only)
     raise FileNotFoundError(
         f"{name_or_path}: no such file or folder, and no model of that name; "
         f"known names: {', '.join(NAMED)}; a model of the Hugging Face Hub is owner/name"

@@ -76,8 +76,8 @@ def build_engine(config: EngineConfig) -> Built:
     clock.end("open the model")
     platform = jax.default_backend()
     dtype = compute_dtype(config, model, platform)
-    max_model_len = context_length(config, model)
-    page_size = config.page_size or (16 if platform == "cpu" else 64)
+    max_model_len = context_length(config, model.config.max_position)
+    page_size = config.page_size or default_page_size(platform)
     layout = kv_layout(model.config, page_size, dtype)
     ladder = Ladder(
         config.max_num_seqs,
@@ -173,9 +173,13 @@ def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype
     return dtype
 
 
-def context_length(config: EngineConfig, model: Model) -> int:
-    """Returns the context limit; raises ValueError when more is asked than the model has."""
-    longest = model.config.max_position
+def default_page_size(platform: str) -> int:
+    """Returns the tokens of a page where nothing is said."""
+    return 16 if platform == "cpu" else 64
+
+
+def context_length(config: EngineConfig, longest: int) -> int:
+    """Returns the context limit; raises ValueError when more is asked than the model's longest."""
     if config.max_model_len is None:
         return longest
     if config.max_model_len > longest:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint on disk becomes a ModelConfig, a tree of sharded parameters and a tokenizer."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from jax.sharding import Mesh
 
 from checkpoints import open_checkpoint
 from checkpoints.checkpoint import DTYPES, Checkpoint
+from checkpoints.folder import CONFIG, read_json
 from checkpoints.load import Source, Target, check_parameters, load_parameters, warn_of_unused
 from checkpoints.tokenizer import Tokenizer
 from engine.log import logger
@@ -54,25 +57,59 @@ def open_model(path: Path) -> Model:
     Raises ValueError for a family that is not known, naming those that are.
     """
     checkpoint = open_checkpoint(path)
-    gguf = checkpoint.kind == "gguf"
-    key = "general.architecture" if gguf else "model_type"
-    name = checkpoint.config.get(key)
-    known = {n: f for f in FAMILIES for n in (f.architectures if gguf else f.model_types)}
-    family = known.get(str(name))
-    if family is None:
-        raise ValueError(
-            f"{path}: {key} {name!r} is not supported in a {checkpoint.kind} checkpoint; "
-            f"supported are {', '.join(known)}"
-        )
-    try:
+    family = family_of(path, checkpoint.kind, checkpoint.config)
+    with faults_of(path):
         config = config_of(family, checkpoint)
         eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))
-    except (TypeError, ValueError, OverflowError) as error:  # a value unlike its key's
-        raise ValueError(f"{path}: {error}") from None
     config = dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
     tokenizer = checkpoint.tokenizer()
     eos_ids += config.eos_ids + (tokenizer.eos_ids if tokenizer else ())
     return Model(config, family, checkpoint, tokenizer, tuple(dict.fromkeys(eos_ids)))
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Returns what a model is made of, without its weights, which need not be there.
+
+    `path` is a folder with config.json, such a file by itself, or a GGUF file. Of a model that
+    takes more than text (a config with a `text_config`) it is the text model. Raises ValueError
+    as `open_model` does.
+    """
+    if path.is_file() and path.suffix != ".json":
+        checkpoint = open_checkpoint(path)
+        family = family_of(path, checkpoint.kind, checkpoint.config)
+        with faults_of(path):
+            config = config_of(family, checkpoint)
+        return dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
+    settings = read_json(path, CONFIG) if path.is_dir() else read_json(path.parent, path.name)
+    if isinstance(nested := settings.get("text_config"), dict):
+        settings = nested
+    family = family_of(path, "huggingface", settings)
+    with faults_of(path):
+        return family.from_hf(settings)
+
+
+def family_of(path: Path, kind: str, settings: Mapping[str, Any]) -> Family:
+    """Returns the family that a checkpoint's settings name; ValueError names those known."""
+    gguf = kind == "gguf"
+    key = "general.architecture" if gguf else "model_type"
+    name = settings.get(key)
+    known = {n: f for f in FAMILIES for n in (f.architectures if gguf else f.model_types)}
+    family = known.get(str(name))
+    if family is None:
+        raise ValueError(
+            f"{path}: {key} {name!r} is not supported in a {kind} checkpoint; "
+            f"supported are {', '.join(known)}"
+        )
+    return family
+
+
+@contextlib.contextmanager
+def faults_of(path: Path) -> Iterator[None]:
+    """Names the model in errors of its settings: a value unlike its key's raises anything."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def config_of(family: Family, checkpoint: Checkpoint) -> ModelConfig:

@@ -12,7 +12,7 @@ PACKAGES = ("pallas_kernels", "sharding", "checkpoints", "engine", "scripts")
 # its own floor and those below.
 FLOORS = [
     ["pallas_kernels", "sharding", "checkpoints"],
-    ["engine.config", "engine.params", "engine.template_worker"],
+    ["engine.config", "engine.params", "engine.template_worker", "engine.chips"],
     ["engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
     ["engine.plan", "engine.rows", "engine.scheduler", "engine.settings"],
     ["engine.detokenize", "engine.text", "engine.chat", "engine.log", "engine.memo"],
@@ -21,7 +21,7 @@ FLOORS = [
     ["engine.experts"],
     ["engine.models"],
     ["engine.batch", "engine.state", "engine.step", "engine.loading", "engine.export"],
-    ["engine.prompts", "engine.results"],
+    ["engine.prompts", "engine.results", "engine.capacity", "engine.roofline", "engine.listing"],
     ["engine.program_store", "engine.programs"],
     ["engine.memory"],
     ["engine.loop"],

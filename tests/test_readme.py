@@ -5,9 +5,10 @@ import dataclasses
 import pathlib
 import re
 
+from engine.chips import CHIPS
 from engine.config import EngineConfig
 from engine.params import SamplingParams
-from scripts import generate, sampling_flags
+from scripts import generate, inspect_model, plan, sampling_flags
 from scripts.benchmark import SUITES
 from scripts.command_line import ENGINE_OPTIONS
 
@@ -67,3 +68,11 @@ def test_every_suite_is_in_the_table():
         "scoring",
     ]
     assert set(SUITES) == set(re.findall(r"^\| `(\w+)` \|", text, flags=re.M))
+
+
+def test_every_flag_of_a_plan_and_of_a_listing_is_told():
+    for head, values in {"## Planning": plan.FLAGS, "## Looking": inspect_model.FLAGS}.items():
+        text = section(head)
+        for name in set(values) - {"help"}:
+            assert f"--{name}" in text, name
+    assert f"of {', '.join(CHIPS)}" in section("## Planning")

@@ -108,6 +108,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     activation = config.get("hidden_activation") or GELU
     if activation != GELU:
         raise ValueError(f"hidden_activation {activation!r} is not supported here; use {GELU}")
+    # The text settings of the larger models leave out what transformers has as defaults.
+    config = {"vocab_size": 262208, **config}
     sizes = sizes_from_hf(config, max_position=131072, head_width=256)
     types = layer_types(config, sizes["num_layers"])
     return ModelConfig(

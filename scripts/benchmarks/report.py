@@ -12,11 +12,12 @@ WIDTH = 0.8  # of a group of bars, of the place it has
 
 
 class Table(NamedTuple):
-    """Rows of cells under their heads."""
+    """Rows of cells under their heads; columns `left` are flush left, all others right."""
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
+    left: Sequence[int] = ()
 
 
 class Chart(NamedTuple):
@@ -30,14 +31,16 @@ class Chart(NamedTuple):
 
 
 def print_tables(tables: Sequence[Table]) -> None:
-    """Prints the tables, each column as wide as its widest cell."""
+    """Prints the tables, each column as wide as its widest cell; one without rows is its title."""
     for table in tables:
         if table.title:
             print(table.title)
-        lines = [table.heads, *table.rows]
+        lines = [table.heads, *table.rows] if table.rows else []
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligns = ["<" if column in table.left else ">" for column in range(len(widths))]
         for line in lines:
-            print("  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)))
+            cells = zip(line, aligns, widths, strict=True)
+            print("  ".join(f"{cell:{align}{width}}" for cell, align, width in cells).rstrip())
 
 
 def shown(value: float | None, form: str, scale: float = 1) -> str:

@@ -79,6 +79,15 @@ def test_a_folder_has_what_is_read_and_nothing_else(server, fetch):
     assert len(server.sent) == len(FILES), "what the cache has is not fetched again"
 
 
+def test_the_config_is_fetched_alone(server, tmp_path):
+    server.sent.clear()
+    where = dict(endpoint=server.endpoint, cache_folder=tmp_path / "hub")
+    folder = hub.fetch(hub.parse_name("org/name"), config_only=True, **where)
+    assert [path.name for path in folder.iterdir()] == server.sent == ["config.json"]
+    assert hub.fetch(hub.parse_name("org/name"), **where) == folder, "the rest comes to it"
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+
+
 def test_one_file_is_fetched_alone(server, fetch):
     path = fetch("org/name:small-Q4_0.gguf")
     assert path.read_bytes() == b"GGUF" and server.sent == ["small-Q4_0.gguf"]
@@ -120,7 +129,7 @@ def test_unreachable_is_one_line_unless_the_cache_has_it(fetch):
 
 def test_paths_and_named_models_come_before_the_hub(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(hub, "fetch", lambda name: asked.append(str(name)) or tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda name, **_: asked.append(str(name)) or tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert store.resolve("org/name").is_dir() and asked == []
