@@ -2,11 +2,13 @@
 """Fills parameters from a checkpoint by a name table: each exactly once, or the load fails.
 
 All that can be known from the headers is checked before any device memory is taken; then tensors
-stream through the host one at a time.
+stream through the host a few at a time.
 """
 
+import concurrent.futures
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from checkpoints.checkpoint import Checkpoint
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES_SHOWN = 4
+# Parameters that are read side by side: fresh memory costs more time than the copy into it.
+READERS = min(4, os.cpu_count() or 1)
 
 
 class Source(NamedTuple):
@@ -55,15 +59,21 @@ def load_parameters(
     """Returns the parameters by path, each in its target's shape, dtype and sharding.
 
     Raises ValueError naming the tensors where sources and targets differ, a tensor is missing, is
-    used twice, or has another shape than its target. The host holds one parameter at a time.
+    used twice, or has another shape than its target. The host holds `READERS` parameters at a time.
     """
     check_parameters(checkpoint, sources, targets)
-    parameters = {}
-    for path, source in sources.items():
+
+    def load(path: str) -> jax.Array:
+        array = read_parameter(checkpoint, path, sources[path], targets[path])
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.
-        array = read_parameter(checkpoint, path, source, targets[path])
-        parameters[path] = _put(array, targets[path].sharding).block_until_ready()
-    return parameters
+        return _put(array, targets[path].sharding).block_until_ready()
+
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        try:
+            return dict(zip(sources, pool.map(load, sources), strict=True))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def check_parameters(

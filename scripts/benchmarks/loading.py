@@ -66,9 +66,7 @@ def run_load(path: pathlib.Path) -> Figures:
     start = time.perf_counter()
     model = open_model(path)
     mesh = make_mesh(jax.local_devices()[:1])
-    params = load_model(
-        model, mesh, TENSOR_PARALLEL, stored_dtype(model.checkpoint), stacked=False
-    )
+    params = load_model(model, mesh, TENSOR_PARALLEL, stored_dtype(model.checkpoint), stacked=False)
     jax.block_until_ready(params)
     return {RATE: size / (time.perf_counter() - start)}
 
