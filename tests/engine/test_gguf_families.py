@@ -264,6 +264,14 @@ def test_what_a_file_cannot_mean_is_refused_in_a_line(tmp_path, name, changes, w
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_what_is_read_is_the_callers_own(tmp_path):
+    """Though a tensor of all experts is kept while they are read."""
+    export = Export(open_model(tiny_file(tmp_path / "m.gguf", "mixtral")), np.dtype(np.float32))
+    for name, wanted in MODELS["mixtral"]()[1].items():
+        export.read(name)[...] = np.nan
+        np.testing.assert_array_equal(export.read(name), wanted)
+
+
 def test_what_a_config_cannot_say_is_not_written(tmp_path):
     """A plain rope with a factor of its cosines runs, but config.json has no word for it."""
     path = tiny_file(tmp_path / "m.gguf", "qwen3", [("add_rope_scaling_attn_factors", 1.5)])
