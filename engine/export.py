@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model from any checkpoint, seen as a Hugging Face folder of one type: what writers write."""
 
+import dataclasses
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +11,8 @@ import numpy as np
 from checkpoints.checkpoint import DTYPES, TensorInfo
 from checkpoints.load import Source, Target, check_parameters, warn_of_unused
 from checkpoints.tokenizer import Tokenizer
-from engine.loading import Model, entry_of
-from engine.models.family import Entry
+from engine.loading import Model, entry_of, source_of
+from engine.models.family import Transform
 from engine.models.tree import parameter_specs
 from sharding import Spec
 
@@ -18,10 +20,15 @@ NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 class Piece(NamedTuple):
-    """Where rows of a tensor are stored now, and how a folder stores them."""
+    """A parameter, or one expert of it, as a part of a tensor of a folder.
 
-    stored: Entry
-    written: Entry
+    `stored` is where the parameter stands now; `place` is the expert's on its first axis, and
+    `inverse` makes of it what a folder stores.
+    """
+
+    stored: Source
+    place: int | None = None
+    inverse: Transform | None = None
 
 
 class Origin(NamedTuple):
@@ -29,6 +36,11 @@ class Origin(NamedTuple):
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # its rows, in order
+
+    @property
+    def stored(self) -> str:
+        """The name of the tensor that the first of it comes from."""
+        return self.pieces[0].stored.names[0]
 
 
 class Export:
@@ -41,17 +53,22 @@ class Export:
     kind = "huggingface"
 
     def __init__(self, model: Model, dtype: np.dtype) -> None:
-        """Raises ValueError naming every missing or mis-shaped tensor; no tensor is read."""
+        """Raises ValueError naming every missing or mis-shaped tensor; no tensor is read.
+
+        Also where config.json cannot say what a GGUF file says.
+        """
         self._model, self._dtype = model, np.dtype(dtype)
         self.path = model.checkpoint.path
         self._origins = origins_of(model)
+        pieces = [piece for origin in self._origins.values() for piece in origin.pieces]
+        self._uses = Counter(piece.stored.names[0] for piece in pieces)
+        self._kept: tuple[str, np.ndarray] | None = None
         self.tensors = {
             name: TensorInfo(origin.shape, NAMES[self._dtype_of(origin)])
             for name, origin in self._origins.items()
         }
         if model.checkpoint.kind == "gguf":
-            assert model.family.to_hf is not None, "families of GGUF files have it"
-            config = model.family.to_hf(model.config)
+            config = written_config(model)
             self.generation_config: dict[str, Any] = special_ids(model)
         else:
             config = model.checkpoint.config
@@ -71,19 +88,34 @@ class Export:
             lost = array[np.isfinite(array) & ~np.isfinite(cast)]
             if lost.size:
                 raise ValueError(
-                    f"{self.path}: tensor {origin.pieces[0].stored.tensor!r} holds "
+                    f"{self.path}: tensor {origin.stored!r} holds "
                     f"{float(lost[0]):g}, "
                     f"beyond the range of {self._dtype.name}; use bfloat16 or float32"
                 )
         return cast
 
     def _read_piece(self, piece: Piece) -> np.ndarray:
-        array = self._model.checkpoint.read(piece.stored.tensor)
+        """Returns the piece in memory of its own."""
+        array = self._read_stored(piece.stored.names[0])
         if piece.stored.rows is not None:
             array = array[slice(*piece.stored.rows)]
-        for function in (piece.stored.transform, piece.written.inverse):
-            array = array if function is None else function(array)
-        return array
+        if piece.stored.transform is not None:
+            array = piece.stored.transform(array)
+        if piece.place is not None:
+            array = array[piece.place]
+        if piece.inverse is not None:
+            array = piece.inverse(array)
+        return array if self._kept is None else array.copy()
+
+    def _read_stored(self, name: str) -> np.ndarray:
+        """Returns a stored tensor, kept as long as it is read again: pieces of one come in turn."""
+        if self._kept is None or self._kept[0] != name:
+            self._kept = None  # before memory is taken for another
+            array = self._model.checkpoint.read(name)
+            if self._uses[name] == 1:
+                return array
+            self._kept = (name, array)
+        return self._kept[1]
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the model's tokenizer."""
@@ -91,7 +123,7 @@ class Export:
 
     def _dtype_of(self, origin: Origin) -> np.dtype:
         """Returns the type of a tensor of the export: integers keep theirs."""
-        info = self._model.checkpoint.tensors[origin.pieces[0].stored.tensor]
+        info = self._model.checkpoint.tensors[origin.stored]
         kept = info.dtype in DTYPES and np.dtype(DTYPES[info.dtype]).kind in "iub"
         return np.dtype(DTYPES[info.dtype]) if kept else self._dtype
 
@@ -105,35 +137,68 @@ def origins_of(model: Model) -> dict[str, Origin]:
     checkpoint, config = model.checkpoint, model.config
     specs = parameter_specs(config, np.dtype(np.float32), stacked=False)
     paths = jax.tree.leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
-    stored_names = model.family.names(checkpoint.kind, config)
-    written_names = model.family.names("huggingface", config)
-    sources, targets = {}, {}
-    pieces: dict[str, list[tuple[tuple[int, ...], Piece]]] = {}
-    for path, spec in paths:
-        stored = entry_of(path, stored_names, config)
-        written = entry_of(path, written_names, config)
-        key = jax.tree_util.keystr(path)
-        sources[key] = Source((stored.tensor,), stored.transform, 0, stored.rows, stored.share)
-        targets[key] = Target(spec.shape, spec.dtype)
-        pieces.setdefault(written.tensor, []).append((spec.shape, Piece(stored, written)))
-    check_parameters(checkpoint, sources, targets)
-    if checkpoint.kind == "gguf":
-        warn_of_unused(checkpoint, sources)
-        return {name: joined(parts) for name, parts in pieces.items()}
-    return {
-        name: Origin(info.shape, (Piece(Entry(name), Entry(name)),))
-        for name, info in checkpoint.tensors.items()
+    names = model.family.names(checkpoint.kind, config)
+    sources = {
+        jax.tree_util.keystr(path): source_of(path, names, config, stacked=False)
+        for path, _ in paths
     }
+    targets = {jax.tree_util.keystr(path): Target(spec.shape, spec.dtype) for path, spec in paths}
+    check_parameters(checkpoint, sources, targets)
+    if checkpoint.kind != "gguf":
+        return {
+            name: Origin(info.shape, (Piece(Source((name,))),))
+            for name, info in checkpoint.tensors.items()
+        }
+    warn_of_unused(checkpoint, sources)
+    written_names = model.family.names("huggingface", config)
+    parts: dict[str, list[Part]] = {}
+    for path, spec in paths:
+        stored = sources[jax.tree_util.keystr(path)]
+        written = source_of(path, written_names, config, stacked=False)
+        inverse = entry_of(path, written_names, config).inverse
+        for place, name in enumerate(written.names):
+            piece = Piece(stored, place if written.stack else None, inverse)
+            shape = shape_after(inverse, spec.shape[written.stack :])
+            parts.setdefault(name, []).append(Part(written.rows, shape, piece))
+    return {name: joined(several) for name, several in parts.items()}
 
 
-def joined(parts: list[tuple[tuple[int, ...], Piece]]) -> Origin:
+class Part(NamedTuple):
+    """A piece of a tensor with its shape, and the rows that it is; None: all of them."""
+
+    rows: tuple[int, int] | None
+    shape: tuple[int, ...]
+    piece: Piece
+
+
+def shape_after(transform: Transform | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that a transform makes of a shape."""
+    return shape if transform is None else transform(np.broadcast_to(np.float32(0), shape)).shape
+
+
+def joined(parts: list[Part]) -> Origin:
     """Returns the tensor that is made of some parameters, one after the other."""
-    if len(parts) == 1:
-        [(shape, piece)] = parts
-        return Origin(shape, (piece,))
-    ordered = sorted(parts, key=lambda part: part[1].written.rows or (0, 0))
-    rows = sum(shape[0] for shape, _ in ordered)
-    return Origin((rows, *ordered[0][0][1:]), tuple(piece for _, piece in ordered))
+    ordered = sorted(parts, key=lambda part: part.rows or (0, 0))
+    rows = sum(part.shape[0] for part in ordered)
+    return Origin((rows, *ordered[0].shape[1:]), tuple(part.piece for part in ordered))
+
+
+def written_config(model: Model) -> dict[str, Any]:
+    """Returns config.json of a GGUF file's model.
+
+    Raises ValueError naming the fields where it would be read as another model.
+    """
+    assert model.family.to_hf is not None, "families of GGUF files have it"
+    written = model.family.to_hf(model.config)
+    read = model.family.from_hf(written)
+    fields = [field.name for field in dataclasses.fields(read)]
+    lost = [name for name in fields if getattr(read, name) != getattr(model.config, name)]
+    if lost:
+        raise ValueError(
+            f"{model.checkpoint.path}: config.json of a {written['model_type']} cannot say its "
+            f"{', '.join(lost)}; use the GGUF file as it is"
+        )
+    return written
 
 
 def special_ids(model: Model) -> dict[str, Any]:

@@ -33,6 +33,12 @@ HEAD_TENSOR = {
 }
 ROPE_FACTORS = "rope_freqs.weight"  # one list for any length, as Llama 3.1 has it
 ROPE_LISTS = (ROPE_FACTORS, "rope_factors_short.weight", "rope_factors_long.weight")
+# Biases of a GGUF file, by the tensor that only files with them have.
+GGUF_BIASES = {
+    "qkv_bias": "blk.0.attn_q.bias",
+    "output_bias": "blk.0.attn_output.bias",
+    "mlp_bias": "blk.0.ffn_up.bias",
+}
 EMBEDDING_TENSOR = {
     "gguf": "token_embd.weight",
     "huggingface": "model.embed_tokens.weight",
@@ -93,6 +99,8 @@ def family_of(path: Path, kind: str, settings: Mapping[str, Any]) -> Family:
     gguf = kind == "gguf"
     key = "general.architecture" if gguf else "model_type"
     name = settings.get(key)
+    if gguf and name == "llama" and settings.get("llama.expert_count"):
+        name = "llama with experts"  # a family of its own here
     known = {n: f for f in FAMILIES for n in (f.architectures if gguf else f.model_types)}
     family = known.get(str(name))
     if family is None:
@@ -113,13 +121,23 @@ def faults_of(path: Path) -> Iterator[None]:
 
 
 def config_of(family: Family, checkpoint: Checkpoint) -> ModelConfig:
-    """Returns the config of a checkpoint; a GGUF file keeps lists of rope factors as tensors."""
+    """Returns the config of a checkpoint.
+
+    What a GGUF file says by its tensors alone: biases, and lists of rope factors.
+    """
     if checkpoint.kind != "gguf":
         return family.from_hf(checkpoint.config)
     assert family.from_gguf is not None, "its architectures were looked up"
     config = family.from_gguf(checkpoint.config)
+    biases: dict[str, Any] = {
+        field: True for field, name in GGUF_BIASES.items() if name in checkpoint.tensors
+    }
+    config = dataclasses.replace(config, **biases)
     lists = {name: checkpoint.read(name) for name in ROPE_LISTS if name in checkpoint.tensors}
     if not lists:
+        key = f"{checkpoint.config['general.architecture']}.rope.scaling.type"
+        if checkpoint.config.get(key) == "longrope":
+            raise ValueError(f"{key} is longrope, but {' and '.join(ROPE_LISTS[1:])} are missing")
         return config
     either, *two = ROPE_LISTS
     short, long = (lists.get(name, lists.get(either)) for name in two)
@@ -240,11 +258,10 @@ def parameter_tables(
 def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool) -> Source:
     """Returns where the parameter at a tree path stands in the checkpoint."""
     keys = path_keys(path)
-    if keys[0] != "segments":
-        entry, layers = names.outer[keys[0]], [0]
-    else:
+    entry, layers = entry_of(path, names, config), [0]
+    if keys[0] == "segments":
         run = config.segments()[keys[1]]
-        entry, layers = names.layers[keys[-1]], list(run if stacked else [run[keys[2]]])
+        layers = list(run if stacked else [run[keys[2]]])
     several = "{expert}" in entry.tensor
     experts = range(config.experts.count if several and config.experts else 1)
     tensors = tuple(entry.tensor.format(layer=i, expert=e) for i in layers for e in experts)
@@ -253,13 +270,12 @@ def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked:
 
 
 def entry_of(path: tuple[Any, ...], names: Names, config: ModelConfig) -> Entry:
-    """Returns the entry of the one tensor of a parameter that is not stacked, by its tree path."""
+    """Returns the entry of the parameter at a tree path."""
     keys = path_keys(path)
-    if keys[0] != "segments":
-        return names.outer[keys[0]]
-    entry = names.layers[keys[-1]]
-    layer = config.segments()[keys[1]][keys[2]]
-    return entry._replace(tensor=entry.tensor.format(layer=layer))
+    table = names.layers if keys[0] == "segments" else names.outer
+    if keys[-1] not in table:
+        raise ValueError(f"a {config.family} has no {keys[-1]} in checkpoints of this kind")
+    return table[keys[-1]]
 
 
 def path_keys(path: tuple[Any, ...]) -> list[Any]:

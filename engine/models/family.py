@@ -19,10 +19,10 @@ class Entry(NamedTuple):
     """Where a parameter stands: its tensor, `transform` from stored to ours, `inverse` back.
 
     Both are None where the tensor is stored as it is used. Tables of "huggingface" have an inverse
-    wherever they have a transform, so that a model can be written again. A tensor that several
-    parameters are cut from has them as its `part`s, in rows [start, stop) of its first axis, or,
-    where their transforms tell them apart, by names of their own. "{expert}" in a tensor's name
-    stands for each expert, whose tensors are stacked.
+    wherever they have a transform in the families of GGUF files, which are written as folders. A
+    tensor that several parameters are cut from has them as its `part`s, in rows [start, stop) of
+    its first axis, or, where their transforms tell them apart, by names of their own. "{expert}" in
+    a tensor's name stands for each expert, whose tensors are stacked.
     """
 
     tensor: str
@@ -59,7 +59,7 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]  # `model_type` of config.json
-    architectures: tuple[str, ...]  # `general.architecture` of GGUF
+    architectures: tuple[str, ...]  # of GGUF files, as `family_key` in engine/loading.py has it
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     names: Callable[[str, ModelConfig], Names]
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None  # of families that GGUF has

@@ -79,15 +79,14 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["Gemma2ForCausalLM" if second else "GemmaForCausalLM"],
         "model_type": config.family,
         **sizes_to_hf(config),
+        "attention_bias": False,
         "hidden_activation": GELU,
-        "hidden_act": GELU,
         "rope_parameters": rope_to_hf(config.ropes[0]),
     }
     if not second:
-        return shared
+        return shared | {"hidden_act": GELU}
     scalar = round(config.attention_scale**-2, 6)
     return shared | {
-        "attention_bias": False,
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "layer_types": [FULL if window is None else SLIDING for window in config.windows],
         "sliding_window": next((w for w in config.windows if w is not None), config.max_position),
@@ -105,7 +104,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     second = architecture == "gemma2"
     sizes = sizes_from_gguf(meta, architecture)
     layers, width = sizes["num_layers"], sizes["width"]
-    types = gemma3.periodic(2, layers) if second else [FULL] * layers
+    types = gemma3.types_from_gguf(meta, architecture, 2 if second else 1, layers)
     window = count(meta, "gemma2.attention.sliding_window", 4096) if second else 0
     is_27b = second and layers == LAYERS_OF_27B
     scale = (width / sizes["query_heads"] if is_27b else sizes["head_width"]) ** -0.5
@@ -115,10 +114,8 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
         ropes=(rope_from_gguf(meta, architecture, theta=10000.0),),
         attention_scale=scale,
         embedding_scale=width**0.5,
-        attention_softcap=float(meta.get("gemma2.attn_logit_softcapping") or 50)
-        if second
-        else None,
-        logit_softcap=float(meta.get("gemma2.final_logit_softcapping") or 30) if second else None,
+        attention_softcap=softcap(meta, "attn", 50.0) if second else None,
+        logit_softcap=softcap(meta, "final", 30.0) if second else None,
     )
 
 
@@ -135,4 +132,6 @@ def names(kind: str, config: ModelConfig) -> Names:
     return hf_names(config, layers, dict.fromkeys(NORMS, (plus_one, minus_one)))
 
 
-FAMILY = Family("gemma2", ("gemma", "gemma2"), (), from_hf, names, to_hf, from_gguf)
+FAMILY = Family(
+    "gemma2", ("gemma", "gemma2"), ("gemma", "gemma2"), from_hf, names, to_hf, from_gguf
+)

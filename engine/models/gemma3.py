@@ -161,13 +161,9 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     The 27B model alone scales its queries by the width per head; the file does not say so.
     """
     sizes = sizes_from_gguf(meta, "gemma3")
-    layers, width = sizes["num_layers"], sizes["width"]
-    is_27b = layers == LAYERS_OF_27B
-    pattern = meta.get("gemma3.attention.sliding_window_pattern") or PERIOD
-    if isinstance(pattern, list):  # one flag a layer, in newer files
-        types = [SLIDING if slides else FULL for slides in pattern]
-    else:
-        types = periodic(pattern, layers)
+    width = sizes["width"]
+    is_27b = sizes["num_layers"] == LAYERS_OF_27B
+    types = types_from_gguf(meta, "gemma3", PERIOD, sizes["num_layers"])
     return ModelConfig(
         **sizes,
         **by_layer(types, count(meta, "gemma3.attention.sliding_window")),
@@ -181,6 +177,16 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
         attention_softcap=meta.get("gemma3.attn_logit_softcapping"),
         logit_softcap=meta.get("gemma3.final_logit_softcapping"),
     )
+
+
+def types_from_gguf(
+    meta: Mapping[str, Any], architecture: str, period: int, layers: int
+) -> list[str]:
+    """Returns the layers' types; `period` holds where the file says nothing of them."""
+    pattern = meta.get(f"{architecture}.attention.sliding_window_pattern") or period
+    if isinstance(pattern, list):  # one flag a layer, in newer files
+        return [SLIDING if slides else FULL for slides in pattern]
+    return periodic(pattern, layers)
 
 
 def names(kind: str, config: ModelConfig) -> Names:

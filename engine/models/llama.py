@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.models.config import ModelConfig
 from engine.models.family import (
+    Conversions,
     Family,
     Names,
     Transform,
@@ -52,10 +53,14 @@ GGUF_LAYERS = {
     "q_bias": "attn_q.bias",
     "k_bias": "attn_k.bias",
     "v_bias": "attn_v.bias",
+    "o_bias": "attn_output.bias",
     "mlp_norm": "ffn_norm.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
+    "gate_bias": "ffn_gate.bias",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
 }
 
 
@@ -128,27 +133,32 @@ def plain_from_gguf(meta: Mapping[str, Any], architecture: str) -> dict[str, Any
 
 
 def unpermute(heads: int) -> Transform:
-    """Returns the transform that undoes GGUF's reordering of q and k rows for llama.
+    """Returns the transform that undoes GGUF's reordering of the rows of q and k, or their biases.
 
     GGUF pairs coordinates (2i, 2i+1) of a head for rope; the decoder rotates (i, i + H/2).
     """
 
     def transform(weight: np.ndarray) -> np.ndarray:
-        rows, width = weight.shape
-        pairs = weight.reshape(heads, rows // heads // 2, 2, width)
-        return pairs.swapaxes(1, 2).reshape(rows, width)
+        pairs = weight.reshape(heads, len(weight) // heads // 2, 2, *weight.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(weight.shape)
 
     return transform
+
+
+def unpermuted(config: ModelConfig) -> Conversions:
+    """Returns the conversions of q and k, each by its own heads."""
+    by_heads = {
+        ("q", "q_bias"): unpermute(config.query_heads),
+        ("k", "k_bias"): unpermute(config.kv_heads),
+    }
+    return {name: (function, None) for names, function in by_heads.items() for name in names}
 
 
 def names(kind: str, config: ModelConfig) -> Names:
     """Returns the name table of a checkpoint kind."""
     if kind != "gguf":
         return hf_names(config, HF_LAYERS)
-    heads = {"q": config.query_heads, "k": config.kv_heads}
-    return gguf_names(
-        config, GGUF_LAYERS, {name: (unpermute(n), None) for name, n in heads.items()}
-    )
+    return gguf_names(config, GGUF_LAYERS, unpermuted(config))
 
 
 FAMILY = Family("llama", ("llama",), ("llama",), from_hf, names, to_hf, from_gguf)

@@ -45,11 +45,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
-    """Returns the ModelConfig of a GGUF file's metadata (architecture "phi3")."""
+    """Returns the ModelConfig of a GGUF file's metadata (architecture "phi3"); window 0 is none."""
     fields = llama.plain_from_gguf(meta, "phi3")
-    if window := meta.get("phi3.attention.sliding_window"):
-        if window < fields["max_position"]:
-            fields["windows"] = (int(window),) * fields["num_layers"]
+    if meta.get("phi3.attention.sliding_window"):
+        window = count(meta, "phi3.attention.sliding_window")
+        fields["windows"] = (window,) * fields["num_layers"]
     return ModelConfig(family="phi3", **fields)
 
 
@@ -68,4 +68,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     return hf_names(config, HF_LAYERS, parts=parts(config))
 
 
-FAMILY = Family("phi3", ("phi3",), (), from_hf, names, to_hf, from_gguf)
+FAMILY = Family("phi3", ("phi3",), ("phi3",), from_hf, names, to_hf, from_gguf)

@@ -55,4 +55,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     return gguf_names(config, GGUF_LAYERS) if kind == "gguf" else hf_names(config, HF_LAYERS)
 
 
-FAMILY = Family("qwen3", ("qwen3",), (), from_hf, names, to_hf, from_gguf)
+FAMILY = Family("qwen3", ("qwen3",), ("qwen3",), from_hf, names, to_hf, from_gguf)

@@ -170,27 +170,56 @@ def rope_from_gguf(meta: Mapping[str, Any], architecture: str, *, theta: float) 
     """Returns the rope of GGUF metadata; `theta` is the base where the file names none.
 
     A factor without a scaling type is linear, as the format has it, and so is its older key,
-    `scale_linear`. Raises ValueError for other scalings.
+    `scale_linear`. `attn_factor` multiplies what the scaling gives cosines and sines. Raises
+    ValueError for other scalings.
     """
     prefix = f"{architecture}.rope"
     theta = float(meta.get(f"{prefix}.freq_base") or theta)
     older = meta.get(f"{prefix}.scale_linear")
     factor = float(meta.get(f"{prefix}.scaling.factor") or older or 1.0)
+    scale = float(meta.get(f"{prefix}.scaling.attn_factor") or 1.0)
     kind = meta.get(f"{prefix}.scaling.type") or "linear"
     if kind == "yarn":
-        original = meta.get(f"{prefix}.scaling.original_context_length")
-        if original is None:
-            raise ValueError(f"{prefix}.scaling.original_context_length is missing; yarn needs it")
-        scale = yarn_scale(factor)
-        return Rope(
-            theta, kind, factor, original_max_position=int(original), attention_factor=scale
-        )
+        return yarn_from_gguf(meta, f"{prefix}.scaling", theta, factor, scale)
     if kind not in ("none", "linear", "longrope"):
         raise ValueError(
             f"GGUF rope scaling {kind!r} is not supported; use none, linear, yarn or longrope"
         )
     # Equal ropes compare equal: a factor of 1 is no scaling. The lists of longrope are tensors.
-    return Rope(theta, "linear", factor) if kind == "linear" and factor != 1 else Rope(theta)
+    if kind == "linear" and factor != 1:
+        return Rope(theta, "linear", factor, attention_factor=scale)
+    return Rope(theta, attention_factor=scale)
+
+
+def yarn_from_gguf(
+    meta: Mapping[str, Any], prefix: str, theta: float, factor: float, scale: float
+) -> Rope:
+    """Returns the rope of keys below `prefix`; `scale` multiplies the temperature that follows.
+
+    llama.cpp works the temperature out and passes over `yarn_attn_factor`, which its converter
+    takes from the model's config: files in which the two differ are refused.
+    """
+    original = meta.get(f"{prefix}.original_context_length")
+    if original is None:
+        raise ValueError(f"{prefix}.original_context_length is missing; yarn needs it")
+    weight = float(meta.get(f"{prefix}.yarn_log_multiplier") or 0.0)
+    temperature = yarn_scale(factor) / yarn_scale(factor, weight)
+    for key, usual in (("yarn_attn_factor", temperature), ("yarn_ext_factor", 1.0)):
+        value = meta.get(f"{prefix}.{key}")
+        if value is not None and value >= 0 and not math.isclose(value, usual, rel_tol=1e-5):
+            raise ValueError(
+                f"{prefix}.{key} {value} is not supported, but {usual:.6g}; use the Hugging Face "
+                "folder of the model"
+            )
+    return Rope(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=int(original),
+        beta_fast=float(meta.get(f"{prefix}.yarn_beta_fast") or 32.0),
+        beta_slow=float(meta.get(f"{prefix}.yarn_beta_slow") or 1.0),
+        attention_factor=temperature * scale,
+    )
 
 
 def rotary_width_from_gguf(meta: Mapping[str, Any], architecture: str, head_width: int) -> int:
@@ -203,8 +232,13 @@ def rotary_width_from_gguf(meta: Mapping[str, Any], architecture: str, head_widt
 def with_factors(
     rope: Rope, meta: Mapping[str, Any], short: list[float], long: list[float]
 ) -> Rope:
-    """Returns the rope with the lists of factors that a GGUF file keeps beside its metadata."""
+    """Returns the rope with the lists of factors that a GGUF file keeps beside its metadata.
+
+    They hold beside a linear factor; raises ValueError beside yarn.
+    """
     architecture = meta["general.architecture"]
+    if rope.kind == "yarn":
+        raise ValueError(f"{architecture}.rope.scaling.type is yarn, beside lists of rope factors")
     original = meta.get(f"{architecture}.rope.scaling.original_context_length")
     longest = meta.get(f"{architecture}.context_length") or 0
     if original is None and short != long:
@@ -215,7 +249,7 @@ def with_factors(
         rope.theta,
         "longrope",
         original_max_position=int(original or longest),
-        attention_factor=float(meta.get(f"{architecture}.rope.scaling.attn_factor") or 1.0),
-        short_factors=tuple(short),
-        long_factors=tuple(long),
+        attention_factor=rope.attention_factor,
+        short_factors=tuple(factor * rope.factor for factor in short),
+        long_factors=tuple(factor * rope.factor for factor in long),
     )

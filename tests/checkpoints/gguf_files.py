@@ -9,12 +9,12 @@ import numpy as np
 STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL = 8, 9, 4, 5, 6, 7
 
 
-def write_gguf(path, tensors, metadata=()):
+def write_gguf(path, tensors, metadata=(), architecture="llama"):
     """Writes `tensors` {name: (bytes or float32 values, gguf type)} by the gguf package.
 
     `metadata` is a list of (method of GGUFWriter, arguments). Returns the path.
     """
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), architecture)
     for method, *arguments in metadata:
         getattr(writer, method)(*arguments)
     for name, (data, kind) in tensors.items():

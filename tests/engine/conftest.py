@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from engine import LLM, SamplingParams, programs
+from engine.loading import load_model
 from engine.loop import Engine
 from engine.models.oracle import forward_jit
 from engine.pages import PagePool
 from engine.plan import Plan
 from engine.request import Request
 from engine.scheduler import Scheduler
+from sharding import TENSOR_PARALLEL, make_mesh
 from tests.fixtures import (
     byte_tokenizer,
     fallback_tokenizer,
@@ -66,6 +68,19 @@ def golden(arch) -> LLM:
     """
     rows = 2 if arch == "gemma3" else 1
     return open_on_demand(GOLDEN / "tiny" / arch, max_num_seqs=rows, max_num_batched_tokens=64)
+
+
+def parameters(model):
+    """Returns the parameters of an opened model in float32, a tree of unstacked layers."""
+    mesh = make_mesh(jax.local_devices()[:1])
+    return load_model(model, mesh, TENSOR_PARALLEL, np.dtype(np.float32), stacked=False)
+
+
+def same_parameters(one, other) -> None:
+    """Asserts that two trees of parameters are equal, bit for bit."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
 def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False) -> Engine:

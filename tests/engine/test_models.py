@@ -15,7 +15,7 @@ import pytest
 
 from engine.layers import rotate
 from engine.loading import config_of, open_model
-from engine.models import FAMILIES, gemma3, llama, qwen2
+from engine.models import FAMILIES, gemma2, gemma3, llama, mixtral, phi3, qwen2, qwen3, qwen_moe
 from engine.models.oracle import forward
 from engine.models.rope import Rope, rope_tables
 from engine.models.specs import layer_specs, outer_specs
@@ -24,8 +24,9 @@ from sharding import Spec
 from tests.fixtures import write_tiny
 
 TINY = pathlib.Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny"
-LLAMA, QWEN2, GEMMA3 = (
-    json.loads((TINY / name / "config.json").read_text()) for name in ("llama", "qwen2", "gemma3")
+LLAMA, QWEN2, GEMMA3, GEMMA2, QWEN3, PHI3, MIXTRAL, QWEN2_MOE, QWEN3_MOE = (
+    json.loads((TINY / name / "config.json").read_text())
+    for name in "llama qwen2 gemma3 gemma2 qwen3 phi3 mixtral qwen2_moe qwen3_moe".split()
 )
 
 
@@ -106,6 +107,11 @@ def test_a_gguf_files_list_of_factors_is_llama3s_rule():
         got = rope.inverse_frequencies(64, length)
         np.testing.assert_allclose(got, llama3.inverse_frequencies(64), rtol=1e-12)
     assert rope.attention_factor == 1
+    checkpoint.config = GGUF | {"llama.rope.scaling.factor": 2.0}
+    [rope] = config_of(family, checkpoint).ropes
+    np.testing.assert_allclose(
+        rope.inverse_frequencies(64), llama3.inverse_frequencies(64) / 2, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -326,6 +332,15 @@ def test_gguf_rope_scaling_is_read_or_refused_by_name():
         ropes(rope__scaling__type="ntk")
     with pytest.raises(ValueError, match="original_context_length is missing; yarn needs it"):
         ropes(rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    yarn = {f"rope__scaling__{key}": value for key, value in yarn.items()}
+    [rope] = ropes(**yarn, rope__scaling__attn_factor=2.0, rope__scaling__yarn_beta_slow=2.0)
+    assert (rope.beta_fast, rope.beta_slow, rope.original_max_position) == (32.0, 2.0, 64)
+    assert rope.attention_factor == pytest.approx(2 * (0.1 * math.log(4) + 1))
+    [rope] = ropes(**yarn, rope__scaling__yarn_log_multiplier=1.0)
+    assert rope.attention_factor == 1
+    with pytest.raises(ValueError, match="yarn_ext_factor 0.0 is not supported, but 1; use the Hu"):
+        ropes(**yarn, rope__scaling__yarn_ext_factor=0.0)
     with pytest.raises(ValueError, match="qwen2.rope.dimension_count 7 rotates 7 of a head's 16"):
         ropes(rope__dimension_count=7)
     part = qwen2.from_gguf(renamed(GGUF, "qwen2", rope__dimension_count=8))
@@ -369,6 +384,10 @@ def test_gguf_q_and_k_are_unpermuted_by_their_own_heads():
         (gemma3, "gguf", gemma3.from_hf(GEMMA3)),
         (gemma3, "huggingface", gemma3.from_hf(GEMMA3)),
         (gemma3, "huggingface", gemma3.from_hf(GEMMA3 | {"tie_word_embeddings": False})),
+        (qwen3, "gguf", qwen3.from_hf(QWEN3)),
+        (gemma2, "gguf", gemma2.from_hf(GEMMA2)),
+        (mixtral, "gguf", mixtral.from_hf(MIXTRAL)),
+        (qwen_moe, "gguf", qwen_moe.from_hf(QWEN2_MOE)),
     ],
 )
 def test_every_parameter_has_one_tensor(family, kind, config):
@@ -414,22 +433,43 @@ CONFIGS = {
         GEMMA3 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     ),
     "gemma3, no window": gemma3.from_hf(GEMMA3 | {"layer_types": ["full_attention"] * 4}),
+    "gemma2": gemma2.from_hf(GEMMA2),
+    "gemma": gemma2.from_hf(without(GEMMA2, "layer_types") | {"model_type": "gemma"}),
+    "qwen3": qwen3.from_hf(QWEN3),
+    "phi3": phi3.from_hf(PHI3),
+    "phi3, window": phi3.from_hf(PHI3 | {"sliding_window": 16}),
+    "mixtral": mixtral.from_hf(MIXTRAL),
+    "mixtral, window": mixtral.from_hf(MIXTRAL | {"sliding_window": 16}),
+    "qwen2_moe": qwen_moe.from_hf(QWEN2_MOE),
+    "qwen3_moe": qwen_moe.from_hf(QWEN3_MOE),
+    "qwen3_moe, windows": qwen_moe.from_hf(
+        QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    ),
 }
+
+
+def family_of(model_type):
+    return next(family for family in FAMILIES if model_type in family.model_types)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_written_for_hugging_face_reads_back_the_same(name):
     config = CONFIGS[name]
-    family = next(family for family in FAMILIES if family.name == config.family)
+    family = next(f for f in FAMILIES if config.family in (f.name, *f.model_types))
     written = json.loads(json.dumps(family.to_hf(config)))
     assert written["model_type"] in family.model_types and "dtype" not in written
     assert family.from_hf(written) == config
 
 
-@pytest.mark.parametrize("original", [LLAMA, QWEN2, SLIDING_QWEN2, GEMMA3])
+NO_WINDOW = QWEN2_MOE | {"sliding_window": None}  # transformers writes 0 for none
+
+
+@pytest.mark.parametrize(
+    "original", [LLAMA, QWEN2, SLIDING_QWEN2, GEMMA3, GEMMA2, QWEN3, NO_WINDOW]
+)
 def test_a_written_config_says_what_the_original_said(original):
     """Keys of the folders that transformers wrote: each value that we write is theirs."""
-    family = next(f for f in FAMILIES if original["model_type"] in f.model_types)
+    family = family_of(original["model_type"])
     written = family.to_hf(family.from_hf(original))
     assert set(written) - set(original) <= {"head_dim"}
     assert {key: original[key] for key in written if key in original} == {
