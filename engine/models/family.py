@@ -59,7 +59,7 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]  # `model_type` of config.json
-    architectures: tuple[str, ...]  # of GGUF files, as `family_key` in engine/loading.py has it
+    architectures: tuple[str, ...]  # of GGUF files, as `family_of` in engine/loading.py has it
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     names: Callable[[str, ModelConfig], Names]
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None  # of families that GGUF has

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from checkpoints.gguf_blocks import BLOCK_TYPES
 from scripts import benchmark
 from scripts.benchmarks import sampling, scheduler
 from scripts.benchmarks.peer import ROOT
@@ -243,6 +244,17 @@ def test_startup(measured):
     assert figures["dominant"]["cold"]["phase"] in cold["phases"]
     assert "body decode1x1" in out and "import jax" in out
     assert charts == {"startup_phases", "startup_programs"}
+
+
+def test_loading(measured):
+    figures, out, charts = measured("loading", "--repeats=1")
+    rates = {name: rate["bytes_per_s"] for name, rate in figures["loading"].items()}
+    assert figures["ratio"] == pytest.approx(rates["load"] / rates["page cache"])
+    assert figures["types"].keys() == {name for name, t in BLOCK_TYPES.items() if t.decode}
+    for rates in figures["types"].values():
+        sides = rates["Headrace"]["bytes_per_s"], rates["gguf"]["bytes_per_s"]
+        assert rates["ratio"] == pytest.approx(sides[0] / sides[1])
+    assert "page cache GB/s" in out and charts == {"loading"}
 
 
 PEER = ["--peer_python=p", "--peer_model=m"]
