@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -221,12 +222,29 @@ def stored_dtype(checkpoint: Checkpoint) -> np.dtype:
 def check_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> None:
     """Raises ValueError naming every missing or mis-shaped tensor, without reading any.
 
-    Tensors that no parameter needs are reported in one warning.
+    Tensors that no parameter needs are reported in one warning, known ones in a line.
     """
     sources, targets, _ = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
     check_parameters(model.checkpoint, sources, targets)
     ignored = {HEAD_TENSOR[model.checkpoint.kind]} if model.config.tied_embeddings else set()
-    warn_of_unused(model.checkpoint, sources, ignored)
+    predictors = predictor_tensors(model)
+    if predictors:
+        logger().info(
+            "%s: %d tensors of multi-token prediction are not used",
+            model.checkpoint.path,
+            len(predictors),
+        )
+    warn_of_unused(model.checkpoint, sources, ignored | predictors)
+
+
+def predictor_tensors(model: Model) -> set[str]:
+    """Returns the tensors of layers that predict further tokens: those after the last layer."""
+    if not model.family.predictors:
+        return set()
+    numbered = (
+        (name, re.match(r"model\.layers\.(\d+)\.", name)) for name in model.checkpoint.tensors
+    )
+    return {name for name, found in numbered if found and int(found[1]) >= model.config.num_layers}
 
 
 def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> Any:

@@ -8,11 +8,13 @@ import re
 from engine.chips import CHIPS
 from engine.config import EngineConfig
 from engine.params import SamplingParams
-from scripts import generate, inspect_model, plan, sampling_flags
+from scripts import generate, inspect_model, list_families, plan, sampling_flags
 from scripts.benchmark import SUITES
 from scripts.command_line import ENGINE_OPTIONS
+from tests.engine import test_gguf_families, test_golden
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def section(head):
@@ -65,3 +67,19 @@ def test_every_flag_of_a_plan_and_of_a_listing_is_told():
         for name in set(values) - {"help"}:
             assert f"--{name}" in text, name
     assert f"of {', '.join(CHIPS)}" in section("## Planning")
+
+
+def test_the_tables_of_families_and_formats_are_what_the_code_registers():
+    text = section("## Models and formats")
+    assert list_families.families_table() in text
+    assert list_families.formats_table() in text
+
+
+def test_every_test_of_those_tables_is_there():
+    tables = list_families.families_table() + list_families.formats_table()
+    named = set(re.findall(r"`(test_\w+)(?:\[(.*?)\])?`", tables))
+    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {file for file, _ in named} <= files
+    parameters = {"test_golden": test_golden.TINY, "test_gguf_families": test_gguf_families.MODELS}
+    for file, parameter in named:
+        assert not parameter or parameter in parameters[file], (file, parameter)

@@ -151,4 +151,4 @@ def names(kind: str, config: ModelConfig) -> Names:
     return hf_names(config, HF_LAYERS, conversions, {"k_up": "keys", "v_up": "values"})
 
 
-FAMILY = Family("deepseek", ("deepseek_v2", "deepseek_v3"), (), from_hf, names)
+FAMILY = Family("deepseek", ("deepseek_v2", "deepseek_v3"), (), from_hf, names, predictors=True)

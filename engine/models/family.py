@@ -54,7 +54,8 @@ class Family:
     """One model family. `names(kind, config)` gives the name table of a checkpoint kind.
 
     `to_hf(config)` is a whole config.json in the keys of transformers 5: `from_hf` of it gives the
-    same ModelConfig.
+    same ModelConfig. `predictors`: layers after the last may stand in a folder, which predict
+    further tokens (multi-token prediction); they are known, and not used.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Family:
     names: Callable[[str, ModelConfig], Names]
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None  # of families that GGUF has
     from_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
+    predictors: bool = False
 
 
 def transposed(weight: np.ndarray) -> np.ndarray:
