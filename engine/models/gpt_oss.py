@@ -51,7 +51,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     sizes = sizes_from_hf(config, max_position=131072, head_width=64)
     layers = sizes["num_layers"]
     types = config.get("layer_types")
-    types = attention_types(types, layers) if types else list(reversed(gemma3.periodic(2, layers)))
+    types = attention_types(types, layers) if types else gemma3.periodic(2, layers)
     window = count(config, "sliding_window", 128)
     biased = bool(config.get("attention_bias", True))
     experts = Experts(

@@ -96,6 +96,16 @@ def change(**changes):
 
 
 EMBED, NORM = Target((10, 8), jnp.float32), Target((8,), jnp.float32)
+
+
+def upto(start, stop):
+    return Source(("embed",), rows=(start, stop))
+
+
+def rows(count):
+    return Target((count, 8), jnp.float32)
+
+
 WRONG = {
     "missing tensor": (
         change(embed=(Source(("embedding",)), EMBED)),
@@ -129,12 +139,33 @@ WRONG = {
         change(norm=(Source(("norm", "embed")), NORM), embed=(None, None)),
         "parameter norm: 2 tensors, but no stack",
     ),
+    "rows of two parameters": (
+        change(embed=(None, None), a=(upto(0, 6), rows(6)), b=(upto(5, 10), rows(5))),
+        r"tensor 'embed' has shape \(10, 8\); its parts are rows 0 to 6, 5 to 10",
+    ),
+    "rows of none": (
+        change(embed=(None, None), a=(upto(0, 6), rows(6)), b=(upto(7, 10), rows(3))),
+        "its parts are rows 0 to 6, 7 to 10",
+    ),
+    "rows beyond the last": (
+        change(embed=(None, None), a=(upto(0, 6), rows(6)), b=(upto(6, 12), rows(6))),
+        "its parts are rows 0 to 6, 6 to 12",
+    ),
     "target without source": (change(norm=(None, NORM)), "parameters without a source: norm"),
     "source without target": (
         change(norm=(Source(("norm",)), None)),
         "sources without a parameter: norm",
     ),
 }
+
+
+def test_parameters_cut_from_one_tensor_have_their_rows(checkpoint):
+    sources, targets = table()
+    change(embed=(None, None), b=(upto(4, 10), rows(6)), a=(upto(0, 4), rows(4)))(sources, targets)
+    loaded = load_parameters(checkpoint, sources, targets)
+    whole = checkpoint.read("embed")
+    np.testing.assert_array_equal(loaded["a"], whole[:4])
+    np.testing.assert_array_equal(loaded["b"], whole[4:])
 
 
 @pytest.mark.parametrize("case", WRONG)
