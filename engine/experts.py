@@ -2,7 +2,8 @@
 """Mixture-of-experts feed-forward: routing, and the experts' MLPs over sorted tokens.
 
 No token is dropped, and rows of padding are sent to no expert.
-Letters: T tokens, D width, E experts, K experts a token, S = T K sorted rows, F an expert's width.
+Letters: T tokens, D width, E experts, K experts a token, S = T K sorted rows, C rows of a tile, F
+an expert's width.
 """
 
 import jax
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 
 from engine.layers import ACTIVATIONS, Params, gated_mlp, matmul
 from engine.models.config import Experts
+
+# On CPU a few rows are multiplied one by one, and more in tiles.
+CPU_SINGLE_ROWS, CPU_TILE = 64, 16
 
 
 def expert_mlp(x_TD: jax.Array, valid_T: jax.Array, p: Params, experts: Experts) -> jax.Array:
@@ -78,7 +82,7 @@ def routed_mlp(
     x_SD = x_TD[order_S // K]
 
     def grouped(rows, name):
-        y = jax.lax.ragged_dot(rows, p[name], sizes_E, preferred_element_type=jnp.float32)
+        y = grouped_matmul(rows, p[name], sizes_E)
         bias = p.get(f"{name}_bias")
         if bias is not None:
             y = y + bias.at[sorted_S].get(mode="clip").astype(jnp.float32)
@@ -91,6 +95,50 @@ def routed_mlp(
     weight_S = jnp.where(sorted_S < E, weight_TK.reshape(-1)[order_S], 0.0)
     y_SD = jnp.where((sorted_S < E)[:, None], y_SD, 0.0) * weight_S[:, None]
     return jnp.zeros(x_TD.shape, jnp.float32).at[order_S // K].add(y_SD).astype(x_TD.dtype)
+
+
+def grouped_matmul(x_SD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Returns float32 y_SF: the first `sizes_E[0]` rows times the first matrix, and so on.
+
+    What rows beyond the sizes' sum get is undefined.
+    """
+    return jax.lax.platform_dependent(
+        x_SD, weight_EDF, sizes_E, cpu=_matmul_of_tiles, default=_ragged_dot
+    )
+
+
+def _ragged_dot(x_SD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x_SD, weight_EDF, sizes_E, preferred_element_type=jnp.float32)
+
+
+def _matmul_of_tiles(x_SD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """A loop over tiles of one expert's rows, which reads no other expert.
+
+    XLA's CPU backend multiplies every row with every expert for a ragged dot.
+    """
+    S, D = x_SD.shape
+    E, _, F = weight_EDF.shape
+    size = 1 if S <= CPU_SINGLE_ROWS else CPU_TILE
+    x_SD = jnp.pad(x_SD, ((0, size - 1), (0, 0)))  # the last tile may reach over the end
+    tiles_E = -(-sizes_E // size)
+    last_E, end_E = jnp.cumsum(tiles_E), jnp.cumsum(sizes_E)
+    index_C = jnp.arange(size, dtype=jnp.int32)[:, None]
+
+    def one(tile, y_SF):
+        expert = jnp.searchsorted(last_E, tile, side="right").astype(jnp.int32)
+        first = tile - last_E[expert] + tiles_E[expert]
+        start = end_E[expert] - sizes_E[expert] + first * size
+        y_CF = jnp.dot(
+            jax.lax.dynamic_slice(x_SD, (start, jnp.int32(0)), (size, D)),
+            weight_EDF[expert],
+            preferred_element_type=jnp.float32,
+        )
+        before_CF = jax.lax.dynamic_slice(y_SF, (start, jnp.int32(0)), (size, F))
+        y_CF = jnp.where(start + index_C < end_E[expert], y_CF, before_CF)
+        return jax.lax.dynamic_update_slice(y_SF, y_CF, (start, jnp.int32(0)))
+
+    y_SF = jnp.zeros((S + size - 1, F), jnp.float32)
+    return jax.lax.fori_loop(0, last_E[-1], one, y_SF)[:S]
 
 
 def combined(gate_SF: jax.Array, up_SF: jax.Array, experts: Experts) -> jax.Array:
