@@ -71,6 +71,47 @@ def test_inverse_frequencies_follow_the_formulas(name, head_width):
     np.testing.assert_allclose(rope.inverse_frequencies(head_width), want, rtol=1e-14)
 
 
+def pair_with_turns(rope, width, turns):
+    """Returns the pair, as a real number, that turns so often over the original context: sought."""
+    low, high = -float(width), float(width)
+    for _ in range(100):
+        middle = (low + high) / 2
+        made = rope.original_max_position * rope.theta ** (-2 * middle / width) / (2 * math.pi)
+        low, high = (middle, high) if made > turns else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("width, theta, original", [(64, 1e4, 4096), (16, 150000.0, 64)])
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones(width, theta, original, truncate):
+    """A straight ramp between the pairs that turn 32 times and once; whole pairs if truncated."""
+    rope = Rope(theta, "yarn", 40.0, original_max_position=original, truncate=truncate)
+    fast, slow = pair_with_turns(rope, width, 32), pair_with_turns(rope, width, 1)
+    if truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    fast, slow = max(fast, 0), min(slow, width - 1)
+    want = []
+    for pair in range(width // 2):
+        divided = min(max((pair - fast) / (slow - fast), 0), 1)
+        frequency = theta ** (-2 * pair / width)
+        want.append((1 - divided) * frequency + divided * frequency / 40)
+    np.testing.assert_allclose(rope.inverse_frequencies(width), want, rtol=1e-9)
+    assert want[-1] == pytest.approx(theta ** (-(width - 2) / width) / 40)
+
+
+def test_the_rest_of_a_head_is_not_rotated():
+    """Rotated in part, as phi3 has it: the first six coordinates as pairs (i, i + 3)."""
+    rng = np.random.default_rng(0)
+    x_TNH = rng.normal(size=(5, 2, 16)).astype(np.float32)
+    cos, sin = rope_tables((Rope(1e4),), 6, jnp.arange(5, dtype=jnp.int32))
+    got = np.asarray(rotate(jnp.asarray(x_TNH), cos[0], sin[0]))
+    np.testing.assert_array_equal(got[..., 6:], x_TNH[..., 6:])
+    angles = np.arange(5)[:, None] * 1e4 ** (-2 * np.arange(3) / 6)
+    want = (x_TNH[..., :3] + 1j * x_TNH[..., 3:6]) * np.exp(1j * angles)[:, None]
+    np.testing.assert_allclose(got[..., :3], want.real, atol=1e-5)
+    np.testing.assert_allclose(got[..., 3:6], want.imag, atol=1e-5)
+
+
 def dynamic_frequency(rope, width, length, pair):
     grown = rope.factor * length / rope.original_max_position - (rope.factor - 1)
     return (rope.theta * grown ** (width / (width - 2))) ** (-2 * pair / width)
