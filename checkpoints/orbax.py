@@ -10,6 +10,7 @@ TensorStore, in whose format Orbax stores them; `checkpoints.orbax_writer` write
 """
 
 import pathlib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +82,8 @@ def _read_manifest(folder: pathlib.Path) -> np.dtype:
     version = manifest.get("format_version")
     if type(version) is not int or version < 1:
         raise ValueError(
-            f"{folder / MANIFEST}: format_version is {version!r}; an integer from 1 on is needed"
+            f"{folder / MANIFEST}: format_version is {reprlib.repr(version)}; an integer from 1 "
+            "on is needed"
         )
     if version > FORMAT_VERSION:
         raise ValueError(
@@ -89,12 +91,13 @@ def _read_manifest(folder: pathlib.Path) -> np.dtype:
             f"{FORMAT_VERSION} at most; use a newer one, or convert the model again"
         )
     dtypes = {str(dtype): dtype for dtype in _NAMES if not _is_integer(dtype)}
-    if manifest.get("dtype") not in dtypes:
+    name = manifest.get("dtype")
+    if not isinstance(name, str) or name not in dtypes:
         raise ValueError(
-            f"{folder / MANIFEST}: dtype is {manifest.get('dtype')!r}; one of "
-            f"{', '.join(dtypes)} is needed"
+            f"{folder / MANIFEST}: dtype is {reprlib.repr(name)}; one of {', '.join(dtypes)} is "
+            "needed"
         )
-    return dtypes[manifest["dtype"]]
+    return dtypes[name]
 
 
 def _is_integer(dtype: np.dtype) -> bool:
@@ -138,10 +141,12 @@ def _read_tree(parameters: pathlib.Path) -> tuple[list[str], str]:
     names = []
     for path, leaf in tree.items():
         keys = leaf.get("key_metadata") if isinstance(leaf, dict) else None
-        name = keys[0].get("key") if isinstance(keys, list) and len(keys) == 1 else None
-        if not isinstance(name, str):
+        key = keys[0] if isinstance(keys, list) and len(keys) == 1 else None
+        name = key.get("key") if isinstance(key, dict) else None
+        if not isinstance(name, str) or not name.isprintable():
+            shown = path if path.isprintable() else repr(path)
             raise ValueError(
-                f"{parameters / METADATA}: {path} is nested; one flat dict of tensors is needed"
+                f"{parameters / METADATA}: {shown} is nested; one flat dict of tensors is needed"
             )
         names.append(name)
     return names, "zarr3" if metadata.get("use_zarr3") else "zarr"
