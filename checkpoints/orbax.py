@@ -9,6 +9,7 @@ Tensor names and settings are those of the model's Hugging Face folder. The tens
 TensorStore, in whose format Orbax stores them; `checkpoints.orbax_writer` writes them.
 """
 
+import math
 import pathlib
 import reprlib
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ MANIFEST = "headrace.json"
 PARAMETERS = "parameters"
 METADATA = "_METADATA"  # Orbax's own
 FORMAT_VERSION = 1
+_MOST_PACKED = 16  # bytes of a tensor for each byte stored: weights barely compress
 
 # What Orbax leaves at the top of a checkpoint.
 _ORBAX_FILES = (METADATA, "_CHECKPOINT_METADATA", "manifest.ocdbt")
@@ -48,6 +50,7 @@ class OrbaxCheckpoint:
         self.generation_config: dict[str, Any] = read_json(path, GENERATION_CONFIG, optional=True)
         self._parameters = inside(path, PARAMETERS)
         self._stores = _open_stores(self._parameters)
+        _check_sizes(self._parameters, self._stores)
         self.tensors: Mapping[str, TensorInfo] = {
             name: _info(self._parameters, name, store) for name, store in self._stores.items()
         }
@@ -128,6 +131,24 @@ def _open_stores(parameters: pathlib.Path) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(_damaged(parameters, name, error)) from None
     return stores
+
+
+def _check_sizes(parameters: pathlib.Path, stores: Mapping[str, Any]) -> None:
+    """Raises ValueError for a tensor that is far too large for what is stored.
+
+    TensorStore takes the memory of a tensor, and of each chunk that it decodes, as the metadata
+    says; the process ends where there is none.
+    """
+    stored = sum(file.stat().st_size for file in parameters.rglob("*") if file.is_file())
+    for name, store in stores.items():
+        elements = max(math.prod(store.shape), math.prod(store.chunk_layout.write_chunk.shape))
+        num_bytes = elements * np.dtype(store.dtype.numpy_dtype).itemsize
+        if num_bytes > _MOST_PACKED * stored:
+            raise ValueError(
+                f"{parameters}: tensor {name!r} of shape {tuple(store.shape)} takes {num_bytes} "
+                f"bytes, but only {stored} are stored; the folder is damaged, convert the model "
+                "again"
+            )
 
 
 def _read_tree(parameters: pathlib.Path) -> tuple[list[str], str]:
