@@ -2,7 +2,6 @@
 """Bounds what a call may take: seconds, memory of Python's allocators, and resident memory."""
 
 import contextlib
-import gc
 import pathlib
 import time
 import tracemalloc
@@ -35,7 +34,6 @@ def bounded(*, seconds=1.0, megabytes=50.0, traced=True):
     `traced` that alone counts: Python 3.11 can crash where tracing ends while threads of a library
     allocate, as TensorStore's may.
     """
-    gc.collect()
     resettable = reset_peak()
     before = peak_resident() if resettable else 0
     if traced:

@@ -215,6 +215,8 @@ def with_factors(
     architecture = meta["general.architecture"]
     key = f"{architecture}.rope.scaling.original_context_length"
     longest = count(meta, f"{architecture}.context_length")
+    lists = {"short factors": short, "long factors": long}
+    checked = {name: factors(lists, name) for name in lists}
     if meta.get(key) is None and short != long:
         raise ValueError(f"{key} is missing; two lists need it")
     return Rope(
@@ -222,6 +224,6 @@ def with_factors(
         "longrope",
         original_max_position=count(meta, key, longest),
         attention_factor=metadata_number(meta, f"{architecture}.rope.scaling.attn_factor", 1.0),
-        short_factors=factors({"short factors": short}, "short factors"),
-        long_factors=factors({"long factors": long}, "long factors"),
+        short_factors=checked["short factors"],
+        long_factors=checked["long factors"],
     )
