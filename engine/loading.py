@@ -2,6 +2,7 @@
 """A checkpoint on disk becomes a ModelConfig, a tree of sharded parameters and a tokenizer."""
 
 import dataclasses
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def open_model(path: Path) -> Model:
     family = known.get(str(name))
     if family is None:
         raise ValueError(
-            f"{path}: {key} {name!r} is not supported in a {checkpoint.kind} checkpoint; "
-            f"supported are {', '.join(known)}"
+            f"{path}: {key} {reprlib.repr(name)} is not supported in a {checkpoint.kind} "
+            f"checkpoint; supported are {', '.join(known)}"
         )
     try:
         config = config_of(family, checkpoint)

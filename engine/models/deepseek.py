@@ -15,7 +15,7 @@ from engine.models.config import Experts, Latent, ModelConfig
 from engine.models.family import MOST_EXPERTS, Family, Names, Transform, hf_names, sizes_from_hf
 from engine.models.mixtral import TRANSPOSED
 from engine.models.rope_keys import ROPE, rope_from_hf, rope_settings, yarn_scale
-from engine.models.values import count, flag, number
+from engine.models.values import choice, count, flag, number
 
 HF_LAYERS = {
     **{name: key for name, key in llama.HF_LAYERS.items() if not name.endswith("bias")},
@@ -37,8 +37,7 @@ HF_LAYERS = {
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face deepseek_v2 or deepseek_v3 config."""
     third = config.get("model_type") == "deepseek_v3"
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported here; use silu")
+    choice(config, "hidden_act", "silu", ["silu"])
     if flag(config, "attention_bias", False):
         raise ValueError("attention_bias of latent attention is not supported")
     latent = latent_from_hf(config)
@@ -89,12 +88,12 @@ def attention_scale(config: Mapping[str, Any], head_width: int) -> float:
 def experts_from_hf(config: Mapping[str, Any], third: bool) -> Experts:
     """Returns the experts; V3 chooses by sigmoids and a correction, V2 by `topk_method`."""
     width = count(config, "moe_intermediate_size")
-    method = config.get("topk_method") or ("noaux_tc" if third else "greedy")
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
-        raise ValueError(f"topk_method {method!r} is not supported")
+    methods = ("greedy", "group_limited_greedy", "noaux_tc")
+    method = choice(config, "topk_method", "noaux_tc" if third else "greedy", methods)
     if third != (method == "noaux_tc"):
         raise ValueError(f"topk_method {method!r} does not go with {config.get('model_type')}")
-    scoring = config.get("scoring_func") or ("sigmoid" if third else "softmax")
+    kinds = ("softmax", "sigmoid")
+    scoring = choice(config, "scoring_func", "sigmoid" if third else "softmax", kinds)
     normalize = flag(config, "norm_topk_prob", third)
     scale = number(config, "routed_scaling_factor", 1.0)
     grouped = method != "greedy"

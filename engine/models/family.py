@@ -2,6 +2,7 @@
 """What a family file declares, and the readings and writings of a config that families share."""
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -237,5 +238,7 @@ def attention_types(types: Any, layers: int) -> list[str]:
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"layer_types must be a list of {layers}, one for each layer")
     if unknown := [kind for kind in types if kind not in known]:
-        raise ValueError(f"layer type {unknown[0]!r} is not supported; use {' or '.join(known)}")
+        raise ValueError(
+            f"layer type {reprlib.repr(unknown[0])} is not supported; use {' or '.join(known)}"
+        )
     return types

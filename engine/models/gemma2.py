@@ -21,7 +21,7 @@ from engine.models.family import (
 )
 from engine.models.gemma3 import FULL, GELU, NORMS, SLIDING, minus_one, plus_one
 from engine.models.rope_keys import metadata_number, rope_from_gguf, rope_from_hf, rope_to_hf
-from engine.models.values import count, flag, number, optional_number
+from engine.models.values import choice, count, flag, number, optional_number
 
 LAYERS_OF_27B = 46  # the one Gemma 2 whose queries are scaled by the width per head
 FIRST_HF = {name: key for name, key in gemma3.HF_LAYERS.items() if "post" not in name} | {
@@ -33,9 +33,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face gemma or gemma2 config."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: a decoder is causal")
-    activation = config.get("hidden_activation") or config.get("hidden_act") or GELU
-    if activation not in (GELU, "gelu"):  # the first Gemma's configs say gelu and mean this
-        raise ValueError(f"hidden_activation {activation!r} is not supported here; use {GELU}")
+    key = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
+    choice(config, key, GELU, [GELU, "gelu"])  # the first Gemma's configs say gelu and mean this
     second = config.get("model_type") == "gemma2"
     sizes = sizes_from_hf(config, max_position=8192, head_width=256)
     types = [FULL] * sizes["num_layers"]

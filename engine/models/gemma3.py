@@ -19,7 +19,7 @@ from engine.models.family import (
 )
 from engine.models.rope import Rope
 from engine.models.rope_keys import metadata_number, rope_from_gguf, rope_from_hf, rope_to_hf
-from engine.models.values import count, flag, mapping, number, optional_number, required
+from engine.models.values import choice, count, flag, mapping, number, optional_number, required
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GELU = "gelu_pytorch_tanh"
@@ -106,9 +106,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face gemma3_text config, old or new keys."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: a decoder is causal")
-    activation = config.get("hidden_activation") or GELU
-    if activation != GELU:
-        raise ValueError(f"hidden_activation {activation!r} is not supported here; use {GELU}")
+    choice(config, "hidden_activation", GELU, [GELU])
     sizes = sizes_from_hf(config, max_position=131072, head_width=256)
     types = layer_types(config, sizes["num_layers"])
     return ModelConfig(

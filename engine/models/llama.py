@@ -24,7 +24,7 @@ from engine.models.rope_keys import (
     rotary_width,
     rotary_width_from_gguf,
 )
-from engine.models.values import flag
+from engine.models.values import choice, flag
 
 HF_LAYERS = {
     "attention_norm": "input_layernorm.weight",
@@ -76,8 +76,7 @@ def plain_from_hf(config: Mapping[str, Any], *, max_position: int) -> dict[str, 
 
     `max_position` holds where the config has none.
     """
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported here; use silu")
+    choice(config, "hidden_act", "silu", ["silu"])
     sizes = sizes_from_hf(config, max_position=max_position)
     sizes["tied_embeddings"] = flag(config, "tie_word_embeddings", False)
     rope = config.get("rope_parameters")

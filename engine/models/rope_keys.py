@@ -2,6 +2,7 @@
 """Ropes as checkpoints spell them: the keys of Hugging Face configs and of GGUF metadata."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def rope_settings(
     if kind not in KEYS:
         known = ", ".join(KEYS)
         raise ValueError(
-            f"rope type {kind!r} is not supported; use a checkpoint with one of {known}"
+            f"rope type {reprlib.repr(kind)} is not supported; use a checkpoint with one of {known}"
         )
     needed, more = KEYS[kind]
     given = {key for key, value in settings.items() if value is not None}
@@ -190,7 +191,8 @@ def rope_from_gguf(meta: Mapping[str, Any], architecture: str, *, theta: float) 
         return Rope(theta, kind, factor, original_max_position=original, attention_factor=scale)
     if kind not in ("none", "linear", "longrope"):
         raise ValueError(
-            f"GGUF rope scaling {kind!r} is not supported; use none, linear, yarn or longrope"
+            f"GGUF rope scaling {reprlib.repr(kind)} is not supported; use none, linear, "
+            "yarn or longrope"
         )
     # Equal ropes compare equal: a factor of 1 is no scaling. The lists of longrope are tensors.
     return Rope(theta, "linear", factor) if kind == "linear" and factor != 1 else Rope(theta)

@@ -3,7 +3,7 @@
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 MOST = 2**31 - 1  # sizes, positions and token ids are 32-bit integers on the device
@@ -61,6 +61,17 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
         return default
     if not isinstance(value, bool):
         raise wrong(MODEL, key, value, "true or false")
+    return value
+
+
+def choice(config: Mapping[str, Any], key: str, default: str, known: Collection[str]) -> str:
+    """Returns the name config[key], which must be known, or the default where there is none."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, str) or value not in known:
+        shown = reprlib.repr(value)
+        raise ValueError(f"{key} {shown} is not supported here; use {' or '.join(known)}")
     return value
 
 

@@ -203,7 +203,7 @@ EXPERTS = {
         {"routed_scaling_factor": NAN},
         has("routed_scaling_factor", NAN, NUMBER),
     ),
-    "scoring unknown": ("deepseek_v3", {"scoring_func": "relu"}, "scoring 'relu' is neither"),
+    "scoring unknown": ("deepseek_v3", {"scoring_func": "relu"}, "scoring_func 'relu' is not"),
     "choice unknown": ("deepseek_v2", {"topk_method": ["x"]}, "topk_method ['x'] is not supported"),
     "no latent": ("deepseek_v2", {"kv_lora_rank": GONE}, "no 'kv_lora_rank'; the checkpoint is"),
     "an odd rope of latents": ("deepseek_v3", {"qk_rope_head_dim": 7}, "7 coordinates of a head"),

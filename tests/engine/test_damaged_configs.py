@@ -3,6 +3,7 @@
 
 import functools
 import json
+import math
 import pathlib
 import shutil
 
@@ -12,6 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from engine.loading import check_model, open_model
+from engine.models import FAMILIES
 from sharding import TENSOR_PARALLEL, make_mesh
 from tests.cost import bounded
 from tests.engine.damaged_configs import GGUF, GONE, HUGGING_FACE
@@ -108,3 +110,33 @@ def test_factors_of_a_rope_in_a_gguf_file_are_checked(tmp_path, factors, said):
     tensors = {f"t{n}": np.zeros(32, np.float32) for n in range(3)}
     tensors |= {"rope_freqs.weight": factors.astype(np.float32)}
     refused(write_metadata(tmp_path / "m.gguf", METADATA, tensors), said)
+
+
+ODD = [None, True, False, 0, -1, 1, 2.5, 10**18, -(10**18), 10**400, 1e308, math.nan, -math.inf]
+ODD += ["", "x", [], [0], [[]], [None], {}, {"a": 1}, [{"full_attention": 1}]]
+
+
+def odd_versions(config):
+    """Yields the config with every value, nested ones too, replaced by each odd one."""
+    for key, value in config.items():
+        for odd in ODD:
+            yield config | {key: odd}
+        if isinstance(value, dict):
+            for version in odd_versions(value):
+                yield config | {key: version}
+
+
+@pytest.mark.parametrize("arch", sorted(path.name for path in TINY.iterdir() if path.is_dir()))
+def test_any_value_in_place_of_any_is_read_or_refused(arch):
+    """No other exception than ValueError, in one line, whatever stands where."""
+    config = json.loads((TINY / arch / "config.json").read_text())
+    [family] = [f for f in FAMILIES if config["model_type"] in f.model_types]
+    refused = 0
+    with bounded(seconds=10):
+        for version in odd_versions(config):
+            try:
+                family.from_hf(version)
+            except ValueError as error:
+                refused += 1
+                assert "\n" not in str(error) and len(str(error)) < 300
+    assert refused > 200
