@@ -9,8 +9,8 @@ hands to `checkpoints.load` (imported apart, since it alone needs jax).
 import pathlib
 
 from checkpoints.checkpoint import Checkpoint, TensorInfo
-from checkpoints.gguf import GGUFCheckpoint
-from checkpoints.huggingface import HuggingFaceCheckpoint
+from checkpoints.gguf import GGUFCheckpoint, is_gguf
+from checkpoints.huggingface import PICKLE_HINT, PICKLES, HuggingFaceCheckpoint
 from checkpoints.orbax import OrbaxCheckpoint, is_orbax
 from checkpoints.quantized import decoded
 from checkpoints.tokenizer import Tokenizer
@@ -32,5 +32,7 @@ def open_checkpoint(path: str | pathlib.Path) -> Checkpoint:
             return OrbaxCheckpoint(path)
         return decoded(HuggingFaceCheckpoint(path))
     if path.is_file():
+        if path.suffix in PICKLES and not is_gguf(path):
+            raise ValueError(f"{path}: {PICKLE_HINT}")
         return GGUFCheckpoint(path)
     raise FileNotFoundError(f"{path}: no such file or folder; give a GGUF file or a model folder")

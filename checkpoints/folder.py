@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pathlib
+import reprlib
 import shutil
 import time
 from collections import Counter
@@ -27,6 +28,12 @@ CHAT_TEMPLATE = "chat_template.jinja"
 # Ids that stand for nothing, though tokenizer.json has entries for them: a key of our own.
 _UNUSED_IDS = "unused_token_ids"
 
+# Settings are read whole, so a damaged or hostile file may not be of any size. The largest that are
+# known: an index of 90,000 tensors has 9 MB, a tokenizer of 262,000 entries 33 MB.
+_MOST_BYTES = 1 << 24
+_MOST_TOKENIZER_BYTES = 1 << 27
+_DEEPEST = 64  # lists and objects within each other; known settings have some 10
+
 
 def read_tokenizer(
     folder: pathlib.Path, config: dict[str, Any], generation_config: dict[str, Any]
@@ -35,13 +42,15 @@ def read_tokenizer(
     file = inside(folder, TOKENIZER)
     if not file.exists():
         return None
+    _check_size(file, _MOST_TOKENIZER_BYTES)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except BaseException as error:
         # The library raises plain Exceptions, and a panic (no Exception) on some bad merges.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{file}: not a tokenizer that can be read: {error}") from None
+        said = " ".join(str(error).split())  # which may quote the file
+        raise ValueError(f"{file}: not a tokenizer that can be read: {said}") from None
     settings = read_json(folder, TOKENIZER_CONFIG, optional=True)
     try:
         bos_id = _named_token(backend, settings, "bos_token")
@@ -54,7 +63,7 @@ def read_tokenizer(
                 _named_token(backend, settings, "eos_token"),
                 *_as_ids(generation_config or config, "eos_token_id"),
             ],
-            add_bos=settings.get("add_bos_token"),
+            add_bos=_as_flag(settings, "add_bos_token"),
             chat_template=_chat_template(folder, settings),
             unused_ids=_as_ids(settings, _UNUSED_IDS),
         )
@@ -66,7 +75,11 @@ def _chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None
     """Returns the template: its own file wins over the one in the tokenizer's settings."""
     file = inside(folder, CHAT_TEMPLATE)
     if file.exists():
-        return file.read_bytes().decode("utf-8")  # its line ends as they are
+        _check_size(file, _MOST_BYTES)
+        try:
+            return file.read_bytes().decode("utf-8")  # its line ends as they are
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{CHAT_TEMPLATE}: {error}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
@@ -87,6 +100,8 @@ def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a null character
         raise ValueError(f"{folder}: {name!r} is no usable path: {error}") from None
     spelled = pathlib.PurePath(name)
+    if not name.isprintable():  # errors that name the file are one line
+        raise ValueError(f"{folder}: {name!r} is no usable path: it has control characters")
     blob = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
     if spelled.is_absolute() or ".." in spelled.parts or not (real.is_relative_to(root) or blob):
         raise ValueError(f"{folder}: {name!r} leads out of the model folder, which is refused")
@@ -94,26 +109,56 @@ def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def read_json(folder: pathlib.Path, name: str, optional: bool = False) -> dict[str, Any]:
-    """Returns the object in a JSON file, in which no key may stand twice; {} where absent."""
+    """Returns the object in a JSON file, in which no key may stand twice; {} where absent.
+
+    Raises ValueError, naming the file, for all else, and for a file that is too large or nested too
+    deep to be one of settings.
+    """
     file = inside(folder, name)
     if not file.exists():
         if optional:
             return {}
         raise ValueError(f"{folder}: {name} is missing; this is no model folder")
+    _check_size(file, _MOST_BYTES)
     try:
         value = json.loads(file.read_text("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # JSON, UTF-8, a repeated key, nested too deep
+        _check_depth(value)
+    except RecursionError:
+        raise ValueError(f"{folder / name}: {_TOO_DEEP}") from None
+    except ValueError as error:  # JSON, UTF-8, a repeated key, nested too deep
         raise ValueError(f"{folder / name}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{folder / name}: a JSON object is needed")
     return value
 
 
+_TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
+
+
+def _check_depth(value: Any) -> None:
+    """Raises ValueError where lists and objects stand too deep within each other."""
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        holders = [item for item in level if isinstance(item, dict | list)]
+        level = [v for item in holders for v in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+def _check_size(file: pathlib.Path, most: int) -> None:
+    """Raises ValueError unless it is a regular file (no pipe) of at most so many bytes."""
+    if not file.is_file():
+        raise ValueError(f"{file}: is no regular file")
+    if (size := file.stat().st_size) > most:
+        raise ValueError(f"{file}: has {size} bytes; at most {most} are accepted")
+
+
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         twice = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice!r} is there twice")
+        raise ValueError(f"{reprlib.repr(twice)} is there twice")
     return values
 
 
@@ -123,8 +168,18 @@ def _as_ids(settings: dict[str, Any], key: str) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if type(token_id) is not int or token_id < 0:
-            raise ValueError(f"{key} is {value!r}; token ids are needed")
+            raise ValueError(f"{key} is {reprlib.repr(value)}; token ids are needed")
     return ids
+
+
+def _as_flag(settings: dict[str, Any], key: str) -> bool | None:
+    """Returns the truth value under `key`, or None where there is none."""
+    value = settings.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(
+            f"{TOKENIZER_CONFIG} has {key} {reprlib.repr(value)}; true or false is needed"
+        )
+    return value
 
 
 def _named_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str) -> int | None:
@@ -136,7 +191,8 @@ def _named_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: s
         return None
     token_id = backend.token_to_id(token) if isinstance(token, str) else None
     if token_id is None:
-        raise ValueError(f"tokenizer_config.json names {key} {token!r}, which is no token")
+        shown = reprlib.repr(token)
+        raise ValueError(f"tokenizer_config.json names {key} {shown}, which is no token")
     return token_id
 
 

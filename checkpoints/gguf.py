@@ -26,10 +26,12 @@ _SCALARS = {
     10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_MAGIC = b"GGUF"
 
 _MAX_KEY_BYTES = 65_535
 _MAX_STRING_BYTES = 1 << 24
-_MAX_ARRAY_LENGTH = 1 << 22  # the largest vocabularies have some 2**18 entries
+# Of all arrays together: the largest vocabularies have some 2**18 entries, in five tables.
+_MAX_ITEMS = 1 << 21
 _MAX_DIMENSIONS = 4
 _MAX_DIMENSION = 1 << 40
 _MAX_ALIGNMENT = 1 << 16
@@ -83,12 +85,19 @@ class GGUFCheckpoint:
             raise ValueError(f"{self.path}: {error}") from None
 
 
+def is_gguf(path: pathlib.Path) -> bool:
+    """Returns whether the file begins as a GGUF file does."""
+    with path.open("rb") as file:
+        return file.read(4) == _MAGIC
+
+
 class _Reader:
     """Walks through the bytes of a GGUF header; every fault is a ValueError that names it."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
         self._at = 0
+        self._items_left = _MAX_ITEMS
 
     def read_all(self) -> tuple[dict[str, Any], dict[str, _Stored]]:
         """Returns the metadata and the tensors by name, checked against each other."""
@@ -113,8 +122,11 @@ class _Reader:
 
     def _read_counts(self) -> tuple[int, int]:
         """Returns the numbers of tensors and of metadata pairs, held against the file's size."""
-        if bytes(self._data[:4]) != b"GGUF":
-            raise ValueError(f"not a GGUF file (it starts with {bytes(self._data[:4])!r})")
+        if bytes(self._data[:4]) != _MAGIC:
+            raise ValueError(
+                f"not a GGUF file (it starts with {bytes(self._data[:4])!r}); give one, or the "
+                "folder of a model"
+            )
         self._at = 4
         version = self._unpack("<I", "version")
         if version not in (2, 3):
@@ -165,8 +177,11 @@ class _Reader:
             return self._numbers(kind, 1, what)[0]
         kind = self._unpack("<I", what)
         length = self._unpack("<Q", what)
-        if length > _MAX_ARRAY_LENGTH:
-            raise ValueError(f"{what} has {length} items; at most {_MAX_ARRAY_LENGTH} are accepted")
+        if length > self._items_left:
+            raise ValueError(
+                f"{what} has {length} items; at most {_MAX_ITEMS} are accepted in all arrays"
+            )
+        self._items_left -= length
         if kind != _STRING:
             return self._numbers(kind, length, what)
         self._need(8 * length, what)

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _STORED = {**DTYPES, **FLOAT8}
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_MOST_HEADER_BYTES = 1 << 24  # some 100,000 tensors
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class HuggingFaceCheckpoint:
@@ -106,19 +107,26 @@ def _read_header(folder: pathlib.Path, shard: str) -> dict[str, _Stored]:
     """
     file = inside(folder, shard)
     if not shard.endswith(".safetensors"):
-        raise ValueError(f"{folder / shard}: {_PICKLE_HINT}")
+        raise ValueError(f"{folder / shard}: {PICKLE_HINT}")
     if not file.is_file():
         raise ValueError(f"{folder / shard}: the shard is missing; fetch it again")
     try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(
+                f"its header has {length} bytes; at most {_MOST_HEADER_BYTES} are accepted"
+            )
         # The library checks that the tensors' bytes fit their shapes, the file and each other.
         with safetensors.safe_open(str(file), framework="numpy"):
             pass
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
+            opened.seek(8)
             header = json.loads(opened.read(length), object_pairs_hook=unique)
     except (safetensors.SafetensorError, ValueError) as error:
+        said = " ".join(str(error).split())  # which may quote the file
         raise ValueError(
-            f"{folder / shard}: truncated, damaged or not safetensors ({error}); fetch it again"
+            f"{folder / shard}: truncated, damaged or not safetensors ({said}); fetch it again"
         ) from None
     header.pop("__metadata__", None)
     stored = {}
@@ -133,14 +141,14 @@ def _read_header(folder: pathlib.Path, shard: str) -> dict[str, _Stored]:
     return stored
 
 
-_PICKLE_HINT = (
+PICKLE_HINT = (
     "weights are read from safetensors only, since opening a pickle (.bin, .pt) can run code; "
     "convert them with save_pretrained(..., safe_serialization=True)"
 )
 
 
 def _no_weights(path: pathlib.Path) -> str:
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
     if pickles:
-        return f"{path}: the weights are in {pickles[0]}; {_PICKLE_HINT}"
+        return f"{path}: the weights are in {pickles[0]}; {PICKLE_HINT}"
     return f"{path}: neither {WEIGHTS} nor {INDEX} is there; is the download complete?"

@@ -9,7 +9,9 @@ Tensor names and settings are those of the model's Hugging Face folder. The tens
 TensorStore, in whose format Orbax stores them; `checkpoints.orbax_writer` writes them.
 """
 
+import math
 import pathlib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ MANIFEST = "headrace.json"
 PARAMETERS = "parameters"
 METADATA = "_METADATA"  # Orbax's own
 FORMAT_VERSION = 1
+_MOST_PACKED = 16  # bytes of a tensor for each byte stored: weights barely compress
 
 # What Orbax leaves at the top of a checkpoint.
 _ORBAX_FILES = (METADATA, "_CHECKPOINT_METADATA", "manifest.ocdbt")
@@ -47,6 +50,7 @@ class OrbaxCheckpoint:
         self.generation_config: dict[str, Any] = read_json(path, GENERATION_CONFIG, optional=True)
         self._parameters = inside(path, PARAMETERS)
         self._stores = _open_stores(self._parameters)
+        _check_sizes(self._parameters, self._stores)
         self.tensors: Mapping[str, TensorInfo] = {
             name: _info(self._parameters, name, store) for name, store in self._stores.items()
         }
@@ -81,7 +85,8 @@ def _read_manifest(folder: pathlib.Path) -> np.dtype:
     version = manifest.get("format_version")
     if type(version) is not int or version < 1:
         raise ValueError(
-            f"{folder / MANIFEST}: format_version is {version!r}; an integer from 1 on is needed"
+            f"{folder / MANIFEST}: format_version is {reprlib.repr(version)}; an integer from 1 "
+            "on is needed"
         )
     if version > FORMAT_VERSION:
         raise ValueError(
@@ -89,12 +94,13 @@ def _read_manifest(folder: pathlib.Path) -> np.dtype:
             f"{FORMAT_VERSION} at most; use a newer one, or convert the model again"
         )
     dtypes = {str(dtype): dtype for dtype in _NAMES if not _is_integer(dtype)}
-    if manifest.get("dtype") not in dtypes:
+    name = manifest.get("dtype")
+    if not isinstance(name, str) or name not in dtypes:
         raise ValueError(
-            f"{folder / MANIFEST}: dtype is {manifest.get('dtype')!r}; one of "
-            f"{', '.join(dtypes)} is needed"
+            f"{folder / MANIFEST}: dtype is {reprlib.repr(name)}; one of {', '.join(dtypes)} is "
+            "needed"
         )
-    return dtypes[manifest["dtype"]]
+    return dtypes[name]
 
 
 def _is_integer(dtype: np.dtype) -> bool:
@@ -127,6 +133,24 @@ def _open_stores(parameters: pathlib.Path) -> dict[str, Any]:
     return stores
 
 
+def _check_sizes(parameters: pathlib.Path, stores: Mapping[str, Any]) -> None:
+    """Raises ValueError for a tensor that is far too large for what is stored.
+
+    TensorStore takes the memory of a tensor, and of each chunk that it decodes, as the metadata
+    says; the process ends where there is none.
+    """
+    stored = sum(file.stat().st_size for file in parameters.rglob("*") if file.is_file())
+    for name, store in stores.items():
+        elements = max(math.prod(store.shape), math.prod(store.chunk_layout.write_chunk.shape))
+        num_bytes = elements * np.dtype(store.dtype.numpy_dtype).itemsize
+        if num_bytes > _MOST_PACKED * stored:
+            raise ValueError(
+                f"{parameters}: tensor {name!r} of shape {tuple(store.shape)} takes {num_bytes} "
+                f"bytes, but only {stored} are stored; the folder is damaged, convert the model "
+                "again"
+            )
+
+
 def _read_tree(parameters: pathlib.Path) -> tuple[list[str], str]:
     """Returns the names of the tensors, and the driver that reads them, from Orbax's metadata."""
     if not (parameters / METADATA).is_file():
@@ -138,10 +162,12 @@ def _read_tree(parameters: pathlib.Path) -> tuple[list[str], str]:
     names = []
     for path, leaf in tree.items():
         keys = leaf.get("key_metadata") if isinstance(leaf, dict) else None
-        name = keys[0].get("key") if isinstance(keys, list) and len(keys) == 1 else None
-        if not isinstance(name, str):
+        key = keys[0] if isinstance(keys, list) and len(keys) == 1 else None
+        name = key.get("key") if isinstance(key, dict) else None
+        if not isinstance(name, str) or not name.isprintable():
+            shown = path if path.isprintable() else repr(path)
             raise ValueError(
-                f"{parameters / METADATA}: {path} is nested; one flat dict of tensors is needed"
+                f"{parameters / METADATA}: {shown} is nested; one flat dict of tensors is needed"
             )
         names.append(name)
     return names, "zarr3" if metadata.get("use_zarr3") else "zarr"

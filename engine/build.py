@@ -89,6 +89,8 @@ def build_engine(config: EngineConfig) -> Built:
     shape = BatchShape(len(layout.groups), -(-max_model_len // page_size), config.max_num_seqs)
     stacked = platform != "cpu"
     mesh = make_mesh(jax.local_devices()[:1])
+    # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
+    check_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
     forbidden = forbidden_ids(model)
     cfg = StepConfig(model.config, layout, shape, mesh, TENSOR_PARALLEL, widest, forbidden)
     params = abstract_parameters(model.config, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
@@ -104,7 +106,6 @@ def build_engine(config: EngineConfig) -> Built:
     )
     factory = factory_of(num_pages)
     check_pages(config, factory)
-    check_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
     clock.end("plan the programs and the pool")
 
     def load() -> Any:

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from checkpoints.tokenizer import Tokenizer
 from engine.log import logger
 from engine.models import FAMILIES
 from engine.models.config import ModelConfig
-from engine.models.family import Entry, Family, Names, ids_of
+from engine.models.family import Entry, Family, Names
 from engine.models.rope_keys import with_factors
 from engine.models.tree import parameter_specs
+from engine.models.values import ids
 from engine.params import SamplingParams
 from sharding import Rules, Spec
 
@@ -67,10 +69,17 @@ def open_model(path: Path) -> Model:
     family = family_of(path, checkpoint.kind, checkpoint.config)
     with faults_of(path):
         config = config_of(family, checkpoint)
-        eos_ids = ids_of(checkpoint.generation_config.get("eos_token_id"))
+        eos_ids = ids(checkpoint.generation_config, "eos_token_id")
     config = dataclasses.replace(config, tied_embeddings=embeddings_tied(config, checkpoint))
     tokenizer = checkpoint.tokenizer()
     eos_ids += config.eos_ids + (tokenizer.eos_ids if tokenizer else ())
+    starts = (config.bos_id, tokenizer.bos_id if tokenizer else None)
+    for token in (*eos_ids, *starts):
+        if token is not None and token >= config.vocab_size:
+            raise ValueError(
+                f"{path}: the start or end token {token} is beyond the vocabulary of "
+                f"{config.vocab_size}; correct the checkpoint's token ids"
+            )
     return Model(config, family, checkpoint, tokenizer, tuple(dict.fromkeys(eos_ids)))
 
 
@@ -106,7 +115,7 @@ def family_of(path: Path, kind: str, settings: Mapping[str, Any]) -> Family:
     family = known.get(str(name))
     if family is None:
         raise ValueError(
-            f"{path}: {key} {name!r} is not supported in a {kind} checkpoint; "
+            f"{path}: {key} {reprlib.repr(name)} is not supported in a {kind} checkpoint; "
             f"supported are {', '.join(known)}"
         )
     return family
@@ -134,12 +143,17 @@ def config_of(family: Family, checkpoint: Checkpoint) -> ModelConfig:
         field: True for field, name in GGUF_BIASES.items() if name in checkpoint.tensors
     }
     config = dataclasses.replace(config, **biases)
-    lists = {name: checkpoint.read(name) for name in ROPE_LISTS if name in checkpoint.tensors}
-    if not lists:
+    stored = [name for name in ROPE_LISTS if name in checkpoint.tensors]
+    if not stored:
         key = f"{checkpoint.config['general.architecture']}.rope.scaling.type"
         if checkpoint.config.get(key) == "longrope":
             raise ValueError(f"{key} is longrope, but {' and '.join(ROPE_LISTS[1:])} are missing")
         return config
+    for name in stored:
+        shape, needed = checkpoint.tensors[name].shape, (config.rope_width // 2,)
+        if shape != needed:
+            raise ValueError(f"tensor {name!r} has shape {shape}; the rope needs {needed}")
+    lists = {name: checkpoint.read(name) for name in stored}
     either, *two = ROPE_LISTS
     short, long = (lists.get(name, lists.get(either)) for name in two)
     if short is None or long is None:
@@ -257,10 +271,30 @@ def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stack
     return jax.tree.unflatten(treedef, [loaded[name] for name in targets])
 
 
+def check_counts(model: Model) -> None:
+    """Raises ValueError where the config has more layers, or more experts that stand alone in the
+    checkpoint, than there are tensors: their names alone could fill the memory."""
+    config, tensors = model.config, len(model.checkpoint.tensors)
+    if config.num_layers > tensors:
+        raise ValueError(
+            f"{model.checkpoint.path}: the config has {config.num_layers} layers, the checkpoint "
+            f"{tensors} tensors; one of them is not whole"
+        )
+    names = model.family.names(model.checkpoint.kind, config)
+    alone = any("{expert}" in entry.tensor for entry in names.layers.values())
+    if alone and config.experts and sum(config.expert_layers) * config.experts.count > tensors:
+        raise ValueError(
+            f"{model.checkpoint.path}: the config has {config.experts.count} experts in "
+            f"{sum(config.expert_layers)} layers, the checkpoint {tensors} tensors; one of them is "
+            "not whole"
+        )
+
+
 def parameter_tables(
     model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool
 ) -> tuple[dict[str, Source], dict[str, Target], Any]:
     """Returns where each parameter comes from, what it shall be, and the tree they make."""
+    check_counts(model)
     specs = parameter_specs(model.config, dtype, stacked=stacked)
     names = model.family.names(model.checkpoint.kind, model.config)
     paths, treedef = jax.tree.flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, Spec))

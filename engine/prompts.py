@@ -82,9 +82,9 @@ class RequestMaker:
             if tokenizer.bos_id is not None and ids[:2] == [tokenizer.bos_id] * 2:
                 self._warn_of_two_bos()
         else:
-            ids = checked_ids(prompt, self._vocab_size)
-        if ids:
-            return ids
+            ids = list(prompt)
+        if ids:  # of a text too: a tokenizer may have more entries than the model
+            return checked_ids(ids, self._vocab_size)
         bos = tokenizer.bos_id if tokenizer is not None else self._bos_id
         if bos is None:
             raise ValueError("the prompt is empty and the model has no BOS token; give some text")
@@ -107,7 +107,8 @@ class RequestMaker:
         if whole[: len(before)] == before:
             return before, some(whole[len(before) :])
         assert self._tokenizer is not None, "there was one for the context"
-        return before, some(self._tokenizer.encode(continuation, add_special_tokens=False))
+        ids = self._tokenizer.encode(continuation, add_special_tokens=False)
+        return before, some(checked_ids(ids, self._vocab_size))
 
     def _warn_of_two_bos(self) -> None:
         if not self._warned:
@@ -150,7 +151,7 @@ class RequestMaker:
                         f"bad_words has {word!r}, which is {len(ids)} tokens; "
                         f"at most {BAD_WORD_TOKENS} can be forbidden together"
                     )
-                if ids:
+                if ids and max(ids) < self._vocab_size:  # others are never said
                     words[ids] = None
         several = sum(len(ids) > 1 for ids in words)
         if several > BAD_WORDS:

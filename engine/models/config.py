@@ -43,6 +43,12 @@ class Experts:
                 f"{self.count} experts in {self.groups} groups, of which {self.chosen_groups} are "
                 "chosen: groups must be of one size, and enough"
             )
+        size = self.count // self.groups
+        if self.group_best > size or self.chosen > self.chosen_groups * size:
+            raise ValueError(
+                f"{self.chosen_groups} groups of {size} experts are too few to choose "
+                f"{self.chosen} of them, groups by their {self.group_best} best"
+            )
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring {self.scoring!r} is neither softmax nor sigmoid")
 
@@ -117,6 +123,12 @@ class ModelConfig:
             raise ValueError(f"qk_norm {self.qk_norm!r} is neither head nor whole")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation {self.activation!r} is neither silu nor gelu_tanh")
+        if self.rope_width > self.head_width:
+            raise ValueError(
+                f"{self.rope_width} of a head's {self.head_width} coordinates cannot be rotated"
+            )
+        for rope in self.ropes:
+            rope.check_width(self.rope_width)
         if self.experts is None and any(self.expert_layers):
             raise ValueError("layers with experts need to know which")
         for name in ("rope_of_layer", "windows", *(["expert_layers"] if self.experts else [])):

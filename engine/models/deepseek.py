@@ -12,9 +12,10 @@ import numpy as np
 
 from engine.models import llama, qwen_moe
 from engine.models.config import Experts, Latent, ModelConfig
-from engine.models.family import Family, Names, Transform, count, hf_names, sizes_from_hf
+from engine.models.family import MOST_EXPERTS, Family, Names, Transform, hf_names, sizes_from_hf
 from engine.models.mixtral import TRANSPOSED
-from engine.models.rope_keys import rope_from_hf, rope_settings, yarn_scale
+from engine.models.rope_keys import ROPE, rope_from_hf, rope_settings, yarn_scale
+from engine.models.values import choice, count, flag, number
 
 HF_LAYERS = {
     **{name: key for name, key in llama.HF_LAYERS.items() if not name.endswith("bias")},
@@ -36,24 +37,23 @@ HF_LAYERS = {
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face deepseek_v2 or deepseek_v3 config."""
     third = config.get("model_type") == "deepseek_v3"
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported here; use silu")
-    if config.get("attention_bias"):
+    choice(config, "hidden_act", "silu", ["silu"])
+    if flag(config, "attention_bias", False):
         raise ValueError("attention_bias of latent attention is not supported")
     latent = latent_from_hf(config)
-    sizes = sizes_from_hf(config, max_position=2048)
+    head_width = latent.plain_width + latent.rope_width
+    sizes = sizes_from_hf(config, max_position=2048, head_width=head_width)
     layers = sizes["num_layers"]
-    sizes |= {"kv_heads": sizes["query_heads"]}
-    sizes |= {"head_width": latent.plain_width + latent.rope_width}
-    first = count(config, "first_k_dense_replace", 0) if config.get("first_k_dense_replace") else 0
+    sizes |= {"kv_heads": sizes["query_heads"], "head_width": head_width}
+    first = count(config, "first_k_dense_replace", 0, low=0)
     step = count(config, "moe_layer_freq", 1)
-    routed = config.get("n_routed_experts")
+    routed = count(config, "n_routed_experts", 0, low=0, most=MOST_EXPERTS)
     kinds = tuple(bool(routed) and n >= first and n % step == 0 for n in range(layers))
     return ModelConfig(
         family="deepseek_v3" if third else "deepseek_v2",
         **sizes,
         activation="silu",
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         ropes=(rope_from_hf(config, config.get("rope_parameters")),),
         rope_of_layer=(0,) * layers,
         windows=(None,) * layers,
@@ -79,26 +79,26 @@ def latent_from_hf(config: Mapping[str, Any]) -> Latent:
 def attention_scale(config: Mapping[str, Any], head_width: int) -> float:
     """Returns what logits are multiplied by: with YaRN, its temperature squared is part of it."""
     settings = rope_settings(config, config.get("rope_parameters"))
-    weight = float(settings.get("mscale_all_dim") or 0)
-    if settings["rope_type"] != "yarn" or not weight:
+    if settings["rope_type"] != "yarn" or not settings.get("mscale_all_dim"):
         return head_width**-0.5
-    return head_width**-0.5 * yarn_scale(float(settings["factor"]), weight) ** 2
+    factor, weight = (number(settings, key, owner=ROPE) for key in ("factor", "mscale_all_dim"))
+    return head_width**-0.5 * yarn_scale(factor, weight) ** 2
 
 
 def experts_from_hf(config: Mapping[str, Any], third: bool) -> Experts:
     """Returns the experts; V3 chooses by sigmoids and a correction, V2 by `topk_method`."""
     width = count(config, "moe_intermediate_size")
-    method = config.get("topk_method") or ("noaux_tc" if third else "greedy")
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
-        raise ValueError(f"topk_method {method!r} is not supported")
+    methods = ("greedy", "group_limited_greedy", "noaux_tc")
+    method = choice(config, "topk_method", "noaux_tc" if third else "greedy", methods)
     if third != (method == "noaux_tc"):
         raise ValueError(f"topk_method {method!r} does not go with {config.get('model_type')}")
-    scoring = config.get("scoring_func") or ("sigmoid" if third else "softmax")
-    normalize = bool(config.get("norm_topk_prob", third))
-    scale = float(config.get("routed_scaling_factor") or 1.0)
+    kinds = ("softmax", "sigmoid")
+    scoring = choice(config, "scoring_func", "sigmoid" if third else "softmax", kinds)
+    normalize = flag(config, "norm_topk_prob", third)
+    scale = number(config, "routed_scaling_factor", 1.0)
     grouped = method != "greedy"
     return Experts(
-        count=count(config, "n_routed_experts"),
+        count=count(config, "n_routed_experts", most=MOST_EXPERTS),
         chosen=count(config, "num_experts_per_tok"),
         width=width,
         scoring=scoring,
@@ -109,7 +109,7 @@ def experts_from_hf(config: Mapping[str, Any], third: bool) -> Experts:
         chosen_groups=count(config, "topk_group", 1) if grouped else 1,
         group_best=2 if third else 1,
         correction=third,
-        shared_width=width * (config.get("n_shared_experts") or 0),
+        shared_width=width * count(config, "n_shared_experts", 0, low=0, most=MOST_EXPERTS),
     )
 
 

@@ -2,6 +2,7 @@
 """What a family file declares, and the readings and writings of a config that families share."""
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,10 +10,15 @@ import numpy as np
 
 from engine.models.config import ModelConfig
 from engine.models.specs import layer_specs, outer_specs
+from engine.models.values import count, first_id, ids, number, required
 
 Transform = Callable[[np.ndarray], np.ndarray]
 
 TOKENS = "tokenizer.ggml.tokens"
+NO_ID = 2**32 - 1  # how some GGUF writers spell -1, "there is none"
+
+# More than any model has, and few enough that a damaged config cannot ask for gigabytes of names.
+MOST_LAYERS = MOST_EXPERTS = 10_000
 
 
 class Entry(NamedTuple):
@@ -73,21 +79,6 @@ def transposed(weight: np.ndarray) -> np.ndarray:
     return np.swapaxes(weight, -1, -2)
 
 
-def required(config: Mapping[str, Any], key: str) -> Any:
-    """Returns config[key]; raises ValueError naming the key."""
-    if config.get(key) is None:
-        raise ValueError(f"the model's config has no {key!r}; the checkpoint is incomplete")
-    return config[key]
-
-
-def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Returns the positive whole number config[key], or the default where there is none."""
-    value = required(config, key) if default is None else config.get(key) or default
-    if type(value) is not int or value < 1:
-        raise ValueError(f"the model's config has {key} {value!r}; a positive integer is needed")
-    return value
-
-
 def sizes_from_hf(
     config: Mapping[str, Any], *, max_position: int, head_width: int | None = None
 ) -> dict[str, Any]:
@@ -96,19 +87,30 @@ def sizes_from_hf(
     `max_position` and `head_width` (None: the width shared by the heads) hold where it has none.
     """
     heads, width = count(config, "num_attention_heads"), count(config, "hidden_size")
+    if head_width is None and config.get("head_dim") is None:
+        head_width = share(width, heads, "hidden_size")
     return {
         "vocab_size": count(config, "vocab_size"),
         "width": width,
         "ffn_width": count(config, "intermediate_size"),
-        "num_layers": count(config, "num_hidden_layers"),
+        "num_layers": count(config, "num_hidden_layers", most=MOST_LAYERS),
         "query_heads": heads,
         "kv_heads": count(config, "num_key_value_heads", heads),
-        "head_width": count(config, "head_dim", head_width or width // heads),
+        "head_width": count(config, "head_dim", head_width),
         "max_position": count(config, "max_position_embeddings", max_position),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "bos_id": first_id(config.get("bos_token_id")),
-        "eos_ids": ids_of(config.get("eos_token_id")),
+        "norm_eps": number(config, "rms_norm_eps", 1e-6),
+        "bos_id": first_id(config, "bos_token_id"),
+        "eos_ids": ids(config, "eos_token_id"),
     }
+
+
+def share(width: int, heads: int, key: str) -> int:
+    """Returns the width of a head where the config names none; raises ValueError for a fraction."""
+    if width % heads:
+        raise ValueError(
+            f"{key} {width} is no multiple of the {heads} heads, and no width of a head is given"
+        )
+    return width // heads
 
 
 def sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -140,20 +142,26 @@ def sizes_from_gguf(meta: Mapping[str, Any], architecture: str) -> dict[str, Any
     """
     heads = count(meta, f"{architecture}.attention.head_count")
     width = count(meta, f"{architecture}.embedding_length")
-    tokens = None if f"{architecture}.vocab_size" in meta else required(meta, TOKENS)
+    own, head_key = f"{architecture}.vocab_size", f"{architecture}.attention.key_length"
+    tokens = None if own in meta else len(required(meta, TOKENS))
+    head_width = None
+    if head_key not in meta:
+        head_width = share(width, heads, f"{architecture}.embedding_length")
+    bos, eos = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"
+    named = {key: meta.get(key) for key in (bos, eos) if meta.get(key) != NO_ID}
     return {
-        "vocab_size": count(meta, f"{architecture}.vocab_size", tokens and len(tokens)),
+        "vocab_size": count(meta, own, tokens),
         "width": width,
         "ffn_width": count(meta, f"{architecture}.feed_forward_length"),
-        "num_layers": count(meta, f"{architecture}.block_count"),
+        "num_layers": count(meta, f"{architecture}.block_count", most=MOST_LAYERS),
         "query_heads": heads,
         "kv_heads": count(meta, f"{architecture}.attention.head_count_kv", heads),
-        "head_width": count(meta, f"{architecture}.attention.key_length", width // heads),
+        "head_width": count(meta, head_key, head_width),
         "max_position": count(meta, f"{architecture}.context_length"),
-        "norm_eps": float(required(meta, f"{architecture}.attention.layer_norm_rms_epsilon")),
+        "norm_eps": number(meta, f"{architecture}.attention.layer_norm_rms_epsilon"),
         "tied_embeddings": True,
-        "bos_id": first_id(meta.get("tokenizer.ggml.bos_token_id")),
-        "eos_ids": ids_of(meta.get("tokenizer.ggml.eos_token_id")),
+        "bos_id": first_id(named, bos),
+        "eos_ids": ids(named, eos),
     }
 
 
@@ -226,27 +234,13 @@ def every_layers_specs(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
     }
 
 
-def ids_of(value: Any) -> tuple[int, ...]:
-    """Returns token ids given as nothing, one id or a list; raises ValueError for all else."""
-    if value is None:
-        return ()
-    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ValueError(f"{value!r} stands where token ids are needed")
-    return ids
-
-
 def attention_types(types: Any, layers: int) -> list[str]:
     """Returns `layer_types` of a config, which may name full and sliding attention only."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"layer_types must be a list of {layers}, one for each layer")
     if unknown := [kind for kind in types if kind not in known]:
-        raise ValueError(f"layer type {unknown[0]!r} is not supported; use {' or '.join(known)}")
+        raise ValueError(
+            f"layer type {reprlib.repr(unknown[0])} is not supported; use {' or '.join(known)}"
+        )
     return types
-
-
-def first_id(value: Any) -> int | None:
-    """Returns the first of `ids_of(value)`, or None."""
-    ids = ids_of(value)
-    return ids[0] if ids else None

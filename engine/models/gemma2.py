@@ -13,7 +13,6 @@ from engine.models.family import (
     Family,
     Names,
     attention_types,
-    count,
     gguf_names,
     hf_names,
     sizes_from_gguf,
@@ -21,7 +20,8 @@ from engine.models.family import (
     sizes_to_hf,
 )
 from engine.models.gemma3 import FULL, GELU, NORMS, SLIDING, minus_one, plus_one
-from engine.models.rope_keys import rope_from_gguf, rope_from_hf, rope_to_hf
+from engine.models.rope_keys import metadata_number, rope_from_gguf, rope_from_hf, rope_to_hf
+from engine.models.values import choice, count, flag, number, optional_number
 
 LAYERS_OF_27B = 46  # the one Gemma 2 whose queries are scaled by the width per head
 FIRST_HF = {name: key for name, key in gemma3.HF_LAYERS.items() if "post" not in name} | {
@@ -33,24 +33,23 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face gemma or gemma2 config."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: a decoder is causal")
-    activation = config.get("hidden_activation") or config.get("hidden_act") or GELU
-    if activation not in (GELU, "gelu"):  # the first Gemma's configs say gelu and mean this
-        raise ValueError(f"hidden_activation {activation!r} is not supported here; use {GELU}")
+    key = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
+    choice(config, key, GELU, [GELU, "gelu"])  # the first Gemma's configs say gelu and mean this
     second = config.get("model_type") == "gemma2"
     sizes = sizes_from_hf(config, max_position=8192, head_width=256)
     types = [FULL] * sizes["num_layers"]
     if second:
         types = layer_types(config, sizes["num_layers"])
-    scalar = config.get("query_pre_attn_scalar", 256) if second else sizes["head_width"]
+    scalar = number(config, "query_pre_attn_scalar", 256) if second else sizes["head_width"]
     return ModelConfig(
         **sizes,
         **fields(types, count(config, "sliding_window", 4096) if second else 0, second),
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=flag(config, "tie_word_embeddings", True),
         ropes=(rope_from_hf(config, config.get("rope_parameters")),),
-        attention_scale=float(scalar) ** -0.5,
+        attention_scale=scalar**-0.5,
         embedding_scale=sizes["width"] ** 0.5,
-        attention_softcap=config.get("attn_logit_softcapping") if second else None,
-        logit_softcap=config.get("final_logit_softcapping") if second else None,
+        attention_softcap=optional_number(config, "attn_logit_softcapping") if second else None,
+        logit_softcap=optional_number(config, "final_logit_softcapping") if second else None,
     )
 
 
@@ -121,7 +120,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 def softcap(meta: Mapping[str, Any], which: str, default: float) -> float:
     """Returns a softcap of a Gemma 2; older files do not name it."""
-    return float(meta.get(f"gemma2.{which}_logit_softcapping") or default)
+    return metadata_number(meta, f"gemma2.{which}_logit_softcapping", default)
 
 
 def names(kind: str, config: ModelConfig) -> Names:

@@ -11,16 +11,15 @@ from engine.models.family import (
     Family,
     Names,
     attention_types,
-    count,
     gguf_names,
     hf_names,
-    required,
     sizes_from_gguf,
     sizes_from_hf,
     sizes_to_hf,
 )
 from engine.models.rope import Rope
-from engine.models.rope_keys import rope_from_gguf, rope_from_hf, rope_to_hf
+from engine.models.rope_keys import metadata_number, rope_from_gguf, rope_from_hf, rope_to_hf
+from engine.models.values import choice, count, flag, mapping, number, optional_number, required
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GELU = "gelu_pytorch_tanh"
@@ -74,8 +73,8 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Returns each layer's attention type, from `layer_types` or the older pattern key."""
     if config.get("layer_types"):
         return attention_types(config["layer_types"], layers)
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
-    return periodic(pattern or PERIOD, layers)
+    older = count(config, "_sliding_window_pattern", PERIOD)
+    return periodic(count(config, "sliding_window_pattern", older), layers)
 
 
 def periodic(period: int, layers: int) -> list[str]:
@@ -93,11 +92,13 @@ def by_layer(types: list[str], window: int) -> dict[str, Any]:
 
 def ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Returns (full rope, sliding rope) from nested `rope_parameters` or the older keys."""
-    nested = config.get("rope_parameters") or {}
+    nested = mapping(config, "rope_parameters")
     if FULL in nested:
-        return rope_from_hf(config, nested[FULL]), rope_from_hf(config, required(nested, SLIDING))
-    local = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
-    full = {**config, "rope_theta": config.get("rope_theta") or 1e6}
+        required(nested, SLIDING)
+        both = (mapping(nested, FULL), mapping(nested, SLIDING))
+        return rope_from_hf(config, both[0]), rope_from_hf(config, both[1])
+    local = {"rope_theta": number(config, "rope_local_base_freq", 10000.0)}
+    full = {**config, "rope_theta": number(config, "rope_theta", 1e6)}
     return rope_from_hf(full, nested or None), rope_from_hf({}, local)
 
 
@@ -105,9 +106,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face gemma3_text config, old or new keys."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: a decoder is causal")
-    activation = config.get("hidden_activation") or GELU
-    if activation != GELU:
-        raise ValueError(f"hidden_activation {activation!r} is not supported here; use {GELU}")
+    choice(config, "hidden_activation", GELU, [GELU])
     # The text settings of the larger models leave out what transformers has as defaults.
     config = {"vocab_size": 262208, **config}
     sizes = sizes_from_hf(config, max_position=131072, head_width=256)
@@ -116,12 +115,12 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         **sizes,
         **by_layer(types, count(config, "sliding_window")),
         **ALWAYS,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=flag(config, "tie_word_embeddings", True),
         ropes=ropes(config),
-        attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        attention_scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=sizes["width"] ** 0.5,
-        attention_softcap=config.get("attn_logit_softcapping"),
-        logit_softcap=config.get("final_logit_softcapping"),
+        attention_softcap=optional_number(config, "attn_logit_softcapping"),
+        logit_softcap=optional_number(config, "final_logit_softcapping"),
     )
 
 
@@ -170,12 +169,12 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
         **ALWAYS,
         ropes=(
             rope_from_gguf(meta, "gemma3", theta=1e6),
-            Rope(float(meta.get("gemma3.rope.freq_base_swa") or 10000.0)),
+            Rope(metadata_number(meta, "gemma3.rope.freq_base_swa", 10000.0)),
         ),
         attention_scale=(width / sizes["query_heads"] if is_27b else sizes["head_width"]) ** -0.5,
         embedding_scale=width**0.5,
-        attention_softcap=meta.get("gemma3.attn_logit_softcapping"),
-        logit_softcap=meta.get("gemma3.final_logit_softcapping"),
+        attention_softcap=optional_number(meta, "gemma3.attn_logit_softcapping"),
+        logit_softcap=optional_number(meta, "gemma3.final_logit_softcapping"),
     )
 
 
@@ -183,10 +182,10 @@ def types_from_gguf(
     meta: Mapping[str, Any], architecture: str, period: int, layers: int
 ) -> list[str]:
     """Returns the layers' types; `period` holds where the file says nothing of them."""
-    pattern = meta.get(f"{architecture}.attention.sliding_window_pattern") or period
-    if isinstance(pattern, list):  # one flag a layer, in newer files
+    key = f"{architecture}.attention.sliding_window_pattern"
+    if isinstance(pattern := meta.get(key), list):  # one flag a layer, in newer files
         return [SLIDING if slides else FULL for slides in pattern]
-    return periodic(pattern, layers)
+    return periodic(count(meta, key, period), layers)
 
 
 def names(kind: str, config: ModelConfig) -> Names:

@@ -11,9 +11,17 @@ import numpy as np
 
 from engine.models import gemma3, llama
 from engine.models.config import Experts, ModelConfig
-from engine.models.family import Family, Names, attention_types, count, hf_names, sizes_from_hf
+from engine.models.family import (
+    MOST_EXPERTS,
+    Family,
+    Names,
+    attention_types,
+    hf_names,
+    sizes_from_hf,
+)
 from engine.models.mixtral import all_layers
 from engine.models.rope_keys import rope_from_hf
+from engine.models.values import count, flag, number
 
 EXPERTS = "mlp.experts."
 HF_LAYERS = {
@@ -53,21 +61,21 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     types = config.get("layer_types")
     types = attention_types(types, layers) if types else gemma3.periodic(2, layers)
     window = count(config, "sliding_window", 128)
-    biased = bool(config.get("attention_bias", True))
+    biased = flag(config, "attention_bias", True)
     experts = Experts(
-        count=count(config, "num_local_experts"),
+        count=count(config, "num_local_experts", most=MOST_EXPERTS),
         chosen=count(config, "num_experts_per_tok"),
         width=sizes["ffn_width"],
         router_bias=True,
         biases=True,
-        clamp=float(config.get("swiglu_limit") or 7.0),
-        swish_slope=float(config.get("swiglu_alpha") or 1.702),
+        clamp=number(config, "swiglu_limit", 7.0),
+        swish_slope=number(config, "swiglu_alpha", 1.702),
     )
     return ModelConfig(
         family="gpt_oss",
         **sizes,
         activation="silu",
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         ropes=(rope_from_hf(config, config.get("rope_parameters")),),
         rope_of_layer=(0,) * layers,
         windows=tuple(window if kind == gemma3.SLIDING else None for kind in types),

@@ -25,6 +25,7 @@ from engine.models.rope_keys import (
     rotary_width,
     rotary_width_from_gguf,
 )
+from engine.models.values import choice, flag
 
 HF_LAYERS = {
     "attention_norm": "input_layernorm.weight",
@@ -69,9 +70,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         family="llama",
         **plain_from_hf(config, max_position=2048),
-        qkv_bias=bool(config.get("attention_bias", False)),
-        output_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        qkv_bias=flag(config, "attention_bias", False),
+        output_bias=flag(config, "attention_bias", False),
+        mlp_bias=flag(config, "mlp_bias", False),
     )
 
 
@@ -80,10 +81,9 @@ def plain_from_hf(config: Mapping[str, Any], *, max_position: int) -> dict[str, 
 
     `max_position` holds where the config has none.
     """
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported here; use silu")
+    choice(config, "hidden_act", "silu", ["silu"])
     sizes = sizes_from_hf(config, max_position=max_position)
-    sizes["tied_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    sizes["tied_embeddings"] = flag(config, "tie_word_embeddings", False)
     rope = config.get("rope_parameters")
     width = rotary_width(config, rope, sizes["head_width"])
     return plain(sizes, width) | {"ropes": (rope_from_hf(config, rope),)}

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.config import ModelConfig
-from engine.models.family import Family, Names, count, hf_names
+from engine.models.family import Family, Names, hf_names
 from engine.models.llama import HF_LAYERS, plain_from_hf
+from engine.models.values import count
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:

@@ -9,7 +9,15 @@ from typing import Any
 
 from engine.models import llama, mistral
 from engine.models.config import Experts, ModelConfig
-from engine.models.family import Family, Names, count, gguf_names, hf_names, transposed
+from engine.models.family import (
+    MOST_EXPERTS,
+    Family,
+    Names,
+    gguf_names,
+    hf_names,
+    transposed,
+)
+from engine.models.values import count
 
 EXPERT = "block_sparse_moe.experts.{expert}."
 HF_LAYERS = llama.HF_LAYERS | {
@@ -32,7 +40,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face mixtral config."""
     dense = mistral.fields_from_hf(config)
     experts = Experts(
-        count=count(config, "num_local_experts"),
+        count=count(config, "num_local_experts", most=MOST_EXPERTS),
         chosen=count(config, "num_experts_per_tok"),
         width=dense["ffn_width"],
     )

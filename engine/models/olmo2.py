@@ -7,6 +7,7 @@ from typing import Any
 from engine.models import llama
 from engine.models.config import ModelConfig
 from engine.models.family import Family, Names, hf_names
+from engine.models.values import flag
 
 HF_LAYERS = {name: key for name, key in llama.HF_LAYERS.items() if "norm" not in name} | {
     "q_norm": "self_attn.q_norm.weight",
@@ -18,7 +19,7 @@ HF_LAYERS = {name: key for name, key in llama.HF_LAYERS.items() if "norm" not in
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a Hugging Face olmo2 config."""
-    biased = bool(config.get("attention_bias", False))
+    biased = flag(config, "attention_bias", False)
     return ModelConfig(
         family="olmo2",
         **llama.plain_from_hf(config, max_position=2048),

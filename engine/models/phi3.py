@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.models import llama
 from engine.models.config import ModelConfig
-from engine.models.family import Family, Names, Parts, count, gguf_names, hf_names
+from engine.models.family import Family, Names, Parts, gguf_names, hf_names
+from engine.models.values import count
 
 HF_LAYERS = llama.HF_LAYERS | {
     **dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj.weight"),
@@ -47,8 +48,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a GGUF file's metadata (architecture "phi3"); window 0 is none."""
     fields = llama.plain_from_gguf(meta, "phi3")
-    if meta.get("phi3.attention.sliding_window"):
-        window = count(meta, "phi3.attention.sliding_window")
+    if window := count(meta, "phi3.attention.sliding_window", 0, low=0):
         fields["windows"] = (window,) * fields["num_layers"]
     return ModelConfig(family="phi3", **fields)
 

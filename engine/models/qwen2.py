@@ -10,6 +10,7 @@ from typing import Any
 from engine.models.config import ModelConfig
 from engine.models.family import Family, Names, attention_types, gguf_names, hf_names
 from engine.models.llama import GGUF_LAYERS, HF_LAYERS, plain_from_gguf, plain_from_hf, plain_to_hf
+from engine.models.values import count, flag
 
 
 def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -18,13 +19,14 @@ def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     With it, `layer_types` says which layers slide; in older configs those from
     `max_window_layers` on.
     """
-    if not config.get("use_sliding_window") or config.get("sliding_window", 4096) is None:
+    slides_at_all = flag(config, "use_sliding_window", False)
+    if not slides_at_all or config.get("sliding_window", 4096) is None:
         return (None,) * layers
-    window = config.get("sliding_window", 4096)
+    window = count(config, "sliding_window", 4096)
     if types := config.get("layer_types"):
         slides = [kind == "sliding_attention" for kind in attention_types(types, layers)]
         return tuple(window if s else None for s in slides)
-    first = config.get("max_window_layers", 28)
+    first = count(config, "max_window_layers", 28, low=0)
     return tuple(window if layer >= first else None for layer in range(layers))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from engine.models import llama, qwen2
 from engine.models.config import ModelConfig
 from engine.models.family import Family, Names, gguf_names, hf_names
+from engine.models.values import flag
 
 HEAD_WIDTH = 128  # where the config has none
 HF_LAYERS = llama.HF_LAYERS | {
@@ -27,7 +28,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 def fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that a qwen3 with and without experts share."""
     fields = llama.plain_from_hf({"head_dim": HEAD_WIDTH, **config}, max_position=32768)
-    biased = bool(config.get("attention_bias", False))
+    biased = flag(config, "attention_bias", False)
     return fields | {
         "windows": qwen2.windows(config, fields["num_layers"]),
         "qkv_bias": biased,

@@ -11,8 +11,9 @@ import numpy as np
 
 from engine.models import llama, mixtral, qwen2, qwen3
 from engine.models.config import Experts, ModelConfig
-from engine.models.family import Family, Names, count, gguf_names, hf_names
+from engine.models.family import MOST_EXPERTS, Family, Names, gguf_names, hf_names
 from engine.models.mixtral import TRANSPOSED
+from engine.models.values import count, flag, indices
 
 EXPERT = "mlp.experts.{expert}."
 HF_EXPERTS = {
@@ -36,7 +37,7 @@ GGUF_EXPERTS = mixtral.GGUF_EXPERTS | {
 def expert_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     """Returns which layers have experts: every `decoder_sparse_step`th, but the dense ones."""
     step = count(config, "decoder_sparse_step", 1)
-    dense = config.get("mlp_only_layers") or []
+    dense = indices(config, "mlp_only_layers")
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
 
 
@@ -44,10 +45,10 @@ def experts_from_hf(config: Mapping[str, Any], **more: Any) -> Experts:
     """Returns the experts of a config, whose count has two spellings."""
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     return Experts(
-        count=count(config, key),
+        count=count(config, key, most=MOST_EXPERTS),
         chosen=count(config, "num_experts_per_tok"),
         width=count(config, "moe_intermediate_size"),
-        normalize=bool(config.get("norm_topk_prob", False)),
+        normalize=flag(config, "norm_topk_prob", False),
         **more,
     )
 
@@ -58,7 +59,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if second:
         fields = llama.plain_from_hf(config, max_position=32768)
         fields["windows"] = qwen2.windows(config, fields["num_layers"])
-        fields["qkv_bias"] = bool(config.get("qkv_bias", True))
+        fields["qkv_bias"] = flag(config, "qkv_bias", True)
         width = count(config, "shared_expert_intermediate_size")
         experts = experts_from_hf(config, shared_width=width, shared_gate=True)
     else:

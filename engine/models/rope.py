@@ -50,6 +50,30 @@ class Rope:
                 f"rope type {self.kind!r} is not supported; use a checkpoint with one of "
                 f"{', '.join(KINDS)}"
             )
+        if not self.theta > 1:
+            raise ValueError(f"rope_theta is {self.theta}; a base above 1 is needed")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} of the rope must be below its "
+                f"high_freq_factor {self.high_freq_factor}"
+            )
+        if self.kind == "yarn" and not self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"beta_slow {self.beta_slow} of the rope must be below its beta_fast "
+                f"{self.beta_fast}"
+            )
+
+    def check_width(self, width: int) -> None:
+        """Raises ValueError unless so many coordinates of a head can be rotated."""
+        if width < 2 or width % 2:
+            raise ValueError(f"{width} coordinates of a head are rotated; an even number is needed")
+        if self.kind == "dynamic" and width == 2:
+            raise ValueError("a rope of type dynamic needs more than 2 rotated coordinates")
+        for factors in (self.short_factors, self.long_factors):
+            if self.kind == "longrope" and len(factors) != width // 2:
+                raise ValueError(
+                    f"a rope list has {len(factors)} factors; {width // 2} pairs are rotated"
+                )
 
     @property
     def depends_on_length(self) -> bool:
@@ -117,8 +141,6 @@ def _yarn(rope: Rope, inverse: np.ndarray, width: int, length: int) -> np.ndarra
 
 def _longrope(rope: Rope, inverse: np.ndarray, width: int, length: int) -> np.ndarray:
     factors = rope.long_factors if length > rope.original_max_position else rope.short_factors
-    if len(factors) != width // 2:
-        raise ValueError(f"a rope list has {len(factors)} factors; {width // 2} pairs are rotated")
     return inverse / np.array(factors, np.float64)
 
 

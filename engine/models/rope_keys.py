@@ -2,10 +2,14 @@
 """Ropes as checkpoints spell them: the keys of Hugging Face configs and of GGUF metadata."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from engine.models.rope import Rope
+from engine.models.values import count, flag, mapping, number, wrong
+
+ROPE = "the rope"
 
 ANY = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 ANY |= {"original_max_position_embeddings"}  # of the config, repeated here by some
@@ -35,16 +39,19 @@ def rope_settings(
     Raises ValueError, naming the key, for a kind that is not known and for settings that it lacks
     or does not know.
     """
-    old = config.get("rope_scaling") or {}
-    settings = {"rope_theta": config.get("rope_theta"), **old, **(parameters or {})}
+    old = mapping(config, "rope_scaling")
+    new = mapping({"rope_parameters": parameters}, "rope_parameters")
+    settings = {"rope_theta": config.get("rope_theta"), **old, **new}
     kind = settings.get("rope_type") or settings.get("type")
+    if kind is not None and not isinstance(kind, str):
+        raise wrong(ROPE, "rope_type", kind, "a name")
     if kind is None and settings.keys() - ANY:
         raise ValueError(f"the rope has {min(settings.keys() - ANY)!r} but no 'rope_type'")
-    kind = ALIASES.get(str(kind), kind or "default")
+    kind = ALIASES.get(kind or "", kind or "default")
     if kind not in KEYS:
         known = ", ".join(KEYS)
         raise ValueError(
-            f"rope type {kind!r} is not supported; use a checkpoint with one of {known}"
+            f"rope type {reprlib.repr(kind)} is not supported; use a checkpoint with one of {known}"
         )
     needed, more = KEYS[kind]
     given = {key for key, value in settings.items() if value is not None}
@@ -58,39 +65,44 @@ def rope_settings(
 def rope_from_hf(config: Mapping[str, Any], parameters: Mapping[str, Any] | None) -> Rope:
     """Returns the rope of a config; see `rope_settings`."""
     settings = rope_settings(config, parameters)
-    kind, theta = settings["rope_type"], float(settings.get("rope_theta") or 10000.0)
-    longest = config.get("max_position_embeddings")
-    original = settings.get("original_max_position_embeddings")
-    original = original or config.get("original_max_position_embeddings") or longest
+    kind, theta = settings["rope_type"], number(settings, "rope_theta", 10000.0, owner=ROPE)
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, kind, number(settings, "factor"))
-    if original is None:
-        raise ValueError(
-            f"the rope of type {kind} has no 'original_max_position_embeddings'; it is incomplete"
-        )
-    fields: dict[str, Any] = {"original_max_position": int(original)}
+        return Rope(theta, kind, number(settings, "factor", owner=ROPE))
+    original = original_length(config, settings)
+    fields: dict[str, Any] = {"original_max_position": original}
     if kind == "longrope":
-        factor = number(settings, "factor") if "factor" in settings else (longest or 0) / original
+        longest = config.get("max_position_embeddings")
+        factor = number(settings, "factor", (longest or original) / original, owner=ROPE)
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         fields |= {
             "short_factors": factors(settings, "short_factor"),
             "long_factors": factors(settings, "long_factor"),
-            "attention_factor": float(settings.get("attention_factor") or default),
+            "attention_factor": number(settings, "attention_factor", default, owner=ROPE),
         }
         return Rope(theta, kind, **fields)
-    factor = number(settings, "factor")
+    factor = number(settings, "factor", owner=ROPE)
     if kind == "llama3":
-        fields |= {key: number(settings, key) for key in ("low_freq_factor", "high_freq_factor")}
+        keys = ("low_freq_factor", "high_freq_factor")
+        fields |= {key: number(settings, key, owner=ROPE) for key in keys}
     if kind == "yarn":
         fields |= {
-            "beta_fast": float(settings.get("beta_fast") or 32.0),
-            "beta_slow": float(settings.get("beta_slow") or 1.0),
-            "truncate": bool(settings.get("truncate", True)),
+            "beta_fast": number(settings, "beta_fast", 32.0, owner=ROPE),
+            "beta_slow": number(settings, "beta_slow", 1.0, owner=ROPE),
+            "truncate": flag(settings, "truncate", True),
             "attention_factor": yarn_attention_factor(settings, factor),
         }
     return Rope(theta, kind, factor, **fields)
+
+
+def original_length(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    """Returns the context before scaling, from the rope's settings or, if absent, the config's."""
+    key = "original_max_position_embeddings"
+    for holder, name in ((settings, key), (config, key), (config, "max_position_embeddings")):
+        if holder.get(name) is not None:
+            return count(holder, name, low=2)
+    raise ValueError(f"the rope of type {settings['rope_type']} has no {key!r}; it is incomplete")
 
 
 def yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
@@ -99,9 +111,10 @@ def yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
     DeepSeek names two scales instead, of which the quotient counts here.
     """
     if settings.get("attention_factor") is not None:
-        return float(settings["attention_factor"])
+        return number(settings, "attention_factor", owner=ROPE)
     if settings.get("mscale") and settings.get("mscale_all_dim"):
-        above, below = float(settings["mscale"]), float(settings["mscale_all_dim"])
+        keys = ("mscale", "mscale_all_dim")
+        above, below = (number(settings, key, owner=ROPE) for key in keys)
         return yarn_scale(factor, above) / yarn_scale(factor, below)
     return yarn_scale(factor)
 
@@ -111,20 +124,12 @@ def yarn_scale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def number(settings: Mapping[str, Any], key: str) -> float:
-    """Returns settings[key] as a positive number; raises ValueError naming the key."""
-    value = settings[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"the rope has {key} {value!r}; a positive number is needed")
-    return float(value)
-
-
 def factors(settings: Mapping[str, Any], key: str) -> tuple[float, ...]:
     """Returns a list of positive numbers; raises ValueError naming the key."""
     values = settings[key]
     if not isinstance(values, list | tuple) or not values:
-        raise ValueError(f"the rope has {key} {values!r}; a list of numbers is needed")
-    return tuple(number({key: value}, key) for value in values)
+        raise wrong(ROPE, key, values, "a list of numbers")
+    return tuple(number({key: value}, key, owner=ROPE) for value in values)
 
 
 def rotary_width(
@@ -132,7 +137,8 @@ def rotary_width(
 ) -> int:
     """Returns how many coordinates of a head are rotated: the first ones, an even number."""
     settings = rope_settings(config, parameters)
-    part = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    key = "partial_rotary_factor"
+    part = number(settings, key, number(config, key, 1.0), owner=ROPE)
     return checked_width(int(head_width * part), head_width, f"partial_rotary_factor {part!r}")
 
 
@@ -174,16 +180,17 @@ def rope_from_gguf(meta: Mapping[str, Any], architecture: str, *, theta: float) 
     ValueError for other scalings.
     """
     prefix = f"{architecture}.rope"
-    theta = float(meta.get(f"{prefix}.freq_base") or theta)
-    older = meta.get(f"{prefix}.scale_linear")
-    factor = float(meta.get(f"{prefix}.scaling.factor") or older or 1.0)
-    scale = float(meta.get(f"{prefix}.scaling.attn_factor") or 1.0)
+    theta = metadata_number(meta, f"{prefix}.freq_base", theta)
+    older = metadata_number(meta, f"{prefix}.scale_linear", 1.0)
+    factor = metadata_number(meta, f"{prefix}.scaling.factor", older)
+    scale = metadata_number(meta, f"{prefix}.scaling.attn_factor", 1.0)
     kind = meta.get(f"{prefix}.scaling.type") or "linear"
     if kind == "yarn":
         return yarn_from_gguf(meta, f"{prefix}.scaling", theta, factor, scale)
     if kind not in ("none", "linear", "longrope"):
         raise ValueError(
-            f"GGUF rope scaling {kind!r} is not supported; use none, linear, yarn or longrope"
+            f"GGUF rope scaling {reprlib.repr(kind)} is not supported; use none, linear, "
+            "yarn or longrope"
         )
     # Equal ropes compare equal: a factor of 1 is no scaling. The lists of longrope are tensors.
     if kind == "linear" and factor != 1:
@@ -199,33 +206,41 @@ def yarn_from_gguf(
     llama.cpp works the temperature out and passes over `yarn_attn_factor`, which its converter
     takes from the model's config: files in which the two differ are refused.
     """
-    original = meta.get(f"{prefix}.original_context_length")
-    if original is None:
-        raise ValueError(f"{prefix}.original_context_length is missing; yarn needs it")
-    weight = float(meta.get(f"{prefix}.yarn_log_multiplier") or 0.0)
+    key = f"{prefix}.original_context_length"
+    if meta.get(key) is None:
+        raise ValueError(f"{key} is missing; yarn needs it")
+    weight = 0.0
+    if meta.get(f"{prefix}.yarn_log_multiplier"):
+        weight = number(meta, f"{prefix}.yarn_log_multiplier")
     temperature = yarn_scale(factor) / yarn_scale(factor, weight)
-    for key, usual in (("yarn_attn_factor", temperature), ("yarn_ext_factor", 1.0)):
-        value = meta.get(f"{prefix}.{key}")
-        if value is not None and value >= 0 and not math.isclose(value, usual, rel_tol=1e-5):
+    for name, usual in (("yarn_attn_factor", temperature), ("yarn_ext_factor", 1.0)):
+        value = meta.get(f"{prefix}.{name}", usual)
+        negative = isinstance(value, int | float) and value < 0  # which stands for absence
+        if not negative and not math.isclose(value, usual, rel_tol=1e-5):
             raise ValueError(
-                f"{prefix}.{key} {value} is not supported, but {usual:.6g}; use the Hugging Face "
+                f"{prefix}.{name} {value} is not supported, but {usual:.6g}; use the Hugging Face "
                 "folder of the model"
             )
     return Rope(
         theta,
         "yarn",
         factor,
-        original_max_position=int(original),
-        beta_fast=float(meta.get(f"{prefix}.yarn_beta_fast") or 32.0),
-        beta_slow=float(meta.get(f"{prefix}.yarn_beta_slow") or 1.0),
+        original_max_position=count(meta, key, low=2),
+        beta_fast=metadata_number(meta, f"{prefix}.yarn_beta_fast", 32.0),
+        beta_slow=metadata_number(meta, f"{prefix}.yarn_beta_slow", 1.0),
         attention_factor=temperature * scale,
     )
+
+
+def metadata_number(meta: Mapping[str, Any], key: str, default: float) -> float:
+    """Returns the number above 0 of a GGUF key; there 0 stands for the default as absence does."""
+    return default if meta.get(key) == 0 else number(meta, key, default)
 
 
 def rotary_width_from_gguf(meta: Mapping[str, Any], architecture: str, head_width: int) -> int:
     """Returns how many coordinates of a head are rotated."""
     key = f"{architecture}.rope.dimension_count"
-    width = int(meta.get(key) or head_width)
+    width = count(meta, key, head_width)
     return checked_width(width, head_width, f"{key} {width}")
 
 
@@ -239,17 +254,17 @@ def with_factors(
     architecture = meta["general.architecture"]
     if rope.kind == "yarn":
         raise ValueError(f"{architecture}.rope.scaling.type is yarn, beside lists of rope factors")
-    original = meta.get(f"{architecture}.rope.scaling.original_context_length")
-    longest = meta.get(f"{architecture}.context_length") or 0
-    if original is None and short != long:
-        raise ValueError(
-            f"{architecture}.rope.scaling.original_context_length is missing; two lists need it"
-        )
+    key = f"{architecture}.rope.scaling.original_context_length"
+    longest = count(meta, f"{architecture}.context_length")
+    lists = {"short factors": short, "long factors": long}
+    checked = {name: factors(lists, name) for name in lists}
+    if meta.get(key) is None and short != long:
+        raise ValueError(f"{key} is missing; two lists need it")
     return Rope(
         rope.theta,
         "longrope",
-        original_max_position=int(original or longest),
+        original_max_position=count(meta, key, longest),
         attention_factor=rope.attention_factor,
-        short_factors=tuple(factor * rope.factor for factor in short),
-        long_factors=tuple(factor * rope.factor for factor in long),
+        short_factors=tuple(factor * rope.factor for factor in checked["short factors"]),
+        long_factors=tuple(factor * rope.factor for factor in checked["long factors"]),
     )

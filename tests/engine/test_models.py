@@ -137,7 +137,7 @@ def test_ropes_that_depend_on_the_final_length():
 
 def test_a_gguf_files_list_of_factors_is_llama3s_rule():
     llama3 = ROPES["llama3"]
-    factors = Rope(llama3.theta).inverse_frequencies(64) / llama3.inverse_frequencies(64)
+    factors = Rope(llama3.theta).inverse_frequencies(16) / llama3.inverse_frequencies(16)
     tensors = {"rope_freqs.weight": factors}
     checkpoint = types.SimpleNamespace(
         kind="gguf", config=GGUF, tensors=tensors, read=tensors.__getitem__
@@ -145,13 +145,13 @@ def test_a_gguf_files_list_of_factors_is_llama3s_rule():
     family = next(family for family in FAMILIES if family.name == "llama")
     [rope] = config_of(family, checkpoint).ropes
     for length in (1, 10**6):
-        got = rope.inverse_frequencies(64, length)
-        np.testing.assert_allclose(got, llama3.inverse_frequencies(64), rtol=1e-12)
+        got = rope.inverse_frequencies(16, length)
+        np.testing.assert_allclose(got, llama3.inverse_frequencies(16), rtol=1e-12)
     assert rope.attention_factor == 1
     checkpoint.config = GGUF | {"llama.rope.scaling.factor": 2.0}
     [rope] = config_of(family, checkpoint).ropes
     np.testing.assert_allclose(
-        rope.inverse_frequencies(64), llama3.inverse_frequencies(64) / 2, rtol=1e-12
+        rope.inverse_frequencies(16), llama3.inverse_frequencies(16) / 2, rtol=1e-12
     )
 
 
@@ -271,7 +271,7 @@ def test_an_unreadable_config_names_its_checkpoint(tmp_path):
     folder = write_tiny(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
     for changes, message in (
-        ({"rope_parameters": {"rope_theta": [1]}}, "float"),
+        ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta .1.; a positive number"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers 'two'; a positive integer is needed"),
     ):
         (folder / "config.json").write_text(json.dumps(config | changes))

@@ -104,7 +104,7 @@ WRONG = {
     "truncated safetensors": ("generate", ["--prompt=a", "--model={m}/cut"], "model.safetensors"),
     "no config": ("generate", ["--prompt=a", "--model={m}/no_config"], "config.json is missing"),
     "torn config": ("generate", ["--prompt=a", "--model={m}/torn_config"], "config.json: Expect"),
-    "nested config": ("generate", ["--prompt=a", "--model={m}/deep"], "config.json: maximum rec"),
+    "nested config": ("generate", ["--prompt=a", "--model={m}/deep"], "config.json: nested deeper"),
     "end ids": ("generate", ["--prompt=a", "--model={m}/end_ids"], "[[2]] stands where token ids"),
     "unknown family": ("generate", ["--prompt=a", "--model={m}/family"], "'rwkv' is not supported"),
     "mis-shaped tensor": ("generate", ["--prompt=a", "--model={m}/shape"], "needs (48, 81)"),
