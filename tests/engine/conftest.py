@@ -6,6 +6,7 @@ one the programs were compiled for, and so may its token budget: small pools and
 no programs of their own.
 """
 
+import concurrent.futures
 import copy
 import functools
 import pathlib
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, SamplingParams, programs
+from engine.buckets import Group
 from engine.loading import load_model
 from engine.loop import Engine
 from engine.models.oracle import forward_jit
@@ -64,10 +66,19 @@ def golden(arch) -> LLM:
     """The tiny checkpoint of a family that golden figures were made of, 64 tokens a step.
 
     Gemma 3 has windows of 16 beside full attention, so four page groups in one pool; it has rows
-    for several requests.
+    for several requests. The others have two bodies, of a decode and of the widest chunks.
     """
     rows = 2 if arch == "gemma3" else 1
-    return open_on_demand(GOLDEN / "tiny" / arch, max_num_seqs=rows, max_num_batched_tokens=64)
+    llm = open_on_demand(GOLDEN / "tiny" / arch, max_num_seqs=rows, max_num_batched_tokens=64)
+    if rows == 1:
+        llm.built.ladder.bodies = (Group("decode", 1, 1),), (Group("chunk", 2, 32),)
+    return llm
+
+
+def make_together(calls):
+    """Makes what tests will compile on two threads: while one traces, the other compiles."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda call: call(), calls))
 
 
 def parameters(model):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every number against golden references, through the plain forward and through the pages."""
 
+import functools
 import json
 import shutil
 
@@ -13,7 +14,7 @@ from checkpoints.orbax_writer import write_orbax
 from engine import LLM, SamplingParams
 from engine.export import Export
 from engine.loading import open_model
-from tests.engine.conftest import GOLDEN, engine_on, golden, greedy, run
+from tests.engine.conftest import GOLDEN, engine_on, golden, greedy, make_together, run
 
 TINY = json.loads((GOLDEN / "tiny.json").read_text())["archs"]
 REAL = {  # by the name in the store
@@ -39,7 +40,14 @@ def assert_greedy(name, token_ids, expected, margins, least=0.02):
 @pytest.fixture(scope="session", params=TINY)
 def tiny_golden(request, own_cache):
     """One family after the other, so that few engines are there at a time."""
-    return golden(request.param), TINY[request.param]
+    llm, figures = golden(request.param), TINY[request.param]
+    heads = [head for head in llm.built.ladder.heads() if head.kind in ("logprobs", "score")]
+    keys = [*llm.built.ladder.bodies[:2], *heads[-2:]]
+    forwards = [functools.partial(llm.forward, case["ids"]) for case in figures["cases"]]
+    make_together(
+        [*forwards, *(functools.partial(llm.engine.programs.__getitem__, k) for k in keys)]
+    )
+    return llm, figures
 
 
 def test_tiny_forward(tiny_golden):
