@@ -59,21 +59,31 @@ def load_parameters(
     """Returns the parameters by path, each in its target's shape, dtype and sharding.
 
     Raises ValueError naming the tensors where sources and targets differ, a tensor is missing, is
-    used twice, or has another shape than its target. The host holds `READERS` parameters at a time.
+    used twice, or has another shape than its target. The host holds `READERS` parameters at a time,
+    and those that are cut from the same tensors.
     """
     check_parameters(checkpoint, sources, targets)
+    together: dict[tuple[str, ...], list[str]] = {}
+    for path, source in sources.items():
+        together.setdefault(source.names, []).append(path)
 
-    def load(path: str) -> jax.Array:
-        array = read_parameter(checkpoint, path, sources[path], targets[path])
+    def load(paths: list[str]) -> dict[str, jax.Array]:
+        read = read_parameters(checkpoint, {path: sources[path] for path in paths}, targets)
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.
-        return _put(array, targets[path].sharding).block_until_ready()
+        return {
+            path: _put(array, targets[path].sharding).block_until_ready()
+            for path, array in read.items()
+        }
 
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         try:
-            return dict(zip(sources, pool.map(load, sources), strict=True))
+            loaded = {
+                path: x for part in pool.map(load, together.values()) for path, x in part.items()
+            }
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    return {path: loaded[path] for path in sources}
 
 
 def check_parameters(
@@ -183,33 +193,46 @@ def _transformed_shape(
         ) from None
 
 
-def read_parameter(checkpoint: Checkpoint, path: str, source: Source, target: Target) -> np.ndarray:
-    """Returns the parameter on the host, in memory that nothing else holds.
+def read_parameters(
+    checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Mapping[str, Target]
+) -> dict[str, np.ndarray]:
+    """Returns parameters on the host, in memory that nothing else holds.
 
-    What `check_parameters` checks is taken to be so.
+    They are all made of the same tensors, each of which is read once. What `check_parameters`
+    checks is taken to be so.
     """
-    if not source.stack:
-        array = _read_tensor(checkpoint, source.names[0], source)
-        if array.dtype == target.dtype and array.flags.c_contiguous:
-            return array  # where it is aligned, the CPU device takes this memory over
-        parameter = aligned_empty(target.shape, target.dtype)
-        parameter[...] = array
-        return parameter
-    parameter = aligned_empty(target.shape, target.dtype)
-    flat = parameter.reshape(len(source.names), *target.shape[source.stack :])
-    for index, name in enumerate(source.names):
-        array = _read_tensor(checkpoint, name, source)
-        if array.shape != flat.shape[1:]:
-            raise ValueError(f"tensor {name!r} came as {array.shape} for parameter {path}")
-        flat[index] = array
-    return parameter
+    [names] = {source.names for source in sources.values()}
+    parameters: dict[str, np.ndarray] = {}
+    for index, name in enumerate(names):
+        tensor = checkpoint.read(name)
+        for path, source in sources.items():
+            array = _part(tensor, source)
+            target = targets[path]
+            if not source.stack:
+                # Where it is aligned, the CPU device takes this memory over.
+                fits = array.dtype == target.dtype and array.flags.c_contiguous
+                parameters[path] = array if fits else _copied(array, target)
+                continue
+            if path not in parameters:
+                parameters[path] = aligned_empty(target.shape, target.dtype)
+            places = parameters[path].reshape(len(names), *target.shape[source.stack :])
+            if array.shape != places.shape[1:]:
+                raise ValueError(f"tensor {name!r} came as {array.shape} for parameter {path}")
+            places[index] = array
+    return parameters
 
 
-def _read_tensor(checkpoint: Checkpoint, name: str, source: Source) -> np.ndarray:
-    array = checkpoint.read(name)
+def _part(tensor: np.ndarray, source: Source) -> np.ndarray:
+    """Returns what one source takes of a tensor, transformed."""
     if source.rows is not None:
-        array = array[source.rows[0] : source.rows[1]]
-    return array if source.transform is None else source.transform(array)
+        tensor = tensor[source.rows[0] : source.rows[1]]
+    return tensor if source.transform is None else source.transform(tensor)
+
+
+def _copied(array: np.ndarray, target: Target) -> np.ndarray:
+    parameter = aligned_empty(target.shape, target.dtype)
+    parameter[...] = array
+    return parameter
 
 
 def _put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.load import Source, Target, check_parameters, read_parameter
+from checkpoints.load import Source, Target, check_parameters, read_parameters
 from engine.loading import Model, path_keys, source_of
 from engine.models.config import ModelConfig
 from engine.models.tree import parameter_specs
@@ -123,9 +123,9 @@ def difference(
     It is read from one checkpoint and then from the other, as float32, and compared in blocks.
     """
     one, two = (
-        read_parameter(
-            model.checkpoint, name, parameter.source, target_of(parameter, np.float32)
-        ).reshape(-1)
+        read_parameters(
+            model.checkpoint, {name: parameter.source}, {name: target_of(parameter, np.float32)}
+        )[name].reshape(-1)
         for model, parameter in (ours, theirs)
     )
     absolute = relative = 0.0
