@@ -5,6 +5,7 @@ All that can be known from the headers is checked before any device memory is ta
 stream through the host a few at a time.
 """
 
+import collections
 import concurrent.futures
 import logging
 import math
@@ -77,12 +78,11 @@ def load_parameters(
 
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         try:
-            loaded = {
-                path: x for part in pool.map(load, together.values()) for path, x in part.items()
-            }
+            parts = list(pool.map(load, together.values()))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    loaded = collections.ChainMap(*parts)
     return {path: loaded[path] for path in sources}
 
 
