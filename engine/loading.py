@@ -105,7 +105,10 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def family_of(path: Path, kind: str, settings: Mapping[str, Any]) -> Family:
-    """Returns the family that a checkpoint's settings name; ValueError names those known."""
+    """Returns the family that a checkpoint's settings name; ValueError names those known.
+
+    A folder's class, where it states one, must be for generation.
+    """
     gguf = kind == "gguf"
     key = "general.architecture" if gguf else "model_type"
     name = settings.get(key)
@@ -118,7 +121,23 @@ def family_of(path: Path, kind: str, settings: Mapping[str, Any]) -> Family:
             f"{path}: {key} {reprlib.repr(name)} is not supported in a {kind} checkpoint; "
             f"supported are {', '.join(known)}"
         )
+    if not gguf and settings.get("architectures"):
+        with faults_of(path):
+            check_class(settings["architectures"])
     return family
+
+
+def check_class(classes: Any) -> None:
+    """Raises ValueError for `architectures` that do not generate.
+
+    The tensors of a classifier may be those of a model that does, and what they mean is not.
+    """
+    first = classes[0] if isinstance(classes, list) else classes
+    if not isinstance(first, str) or not first.endswith("ForCausalLM"):
+        raise ValueError(
+            f"architectures {reprlib.repr(classes)} do not generate text; a class that ends in "
+            "ForCausalLM is needed"
+        )
 
 
 @contextlib.contextmanager

@@ -50,6 +50,22 @@ def test_old_keys_say_what_new_ones_say(arch, kind_key):
     assert read(in_old_keys(arch, kind_key)) == read(config_of(arch))
 
 
+@pytest.mark.parametrize(
+    "classes",
+    [["LlamaForSequenceClassification"], ["LlamaModel"], [7], "LlamaForQuestionAnswering"],
+)
+def test_a_class_that_does_not_generate_is_refused(classes):
+    config = config_of("llama") | {"architectures": classes}
+    with pytest.raises(ValueError, match="architectures .* do not generate text; a class that"):
+        family_of(GOLDEN, "huggingface", config)
+
+
+@pytest.mark.parametrize("classes", [None, [], ["YiForCausalLM"], ["LlamaForCausalLM"]])
+def test_the_model_type_decides_among_classes_that_generate(classes):
+    config = config_of("llama") | {"architectures": classes}
+    assert family_of(GOLDEN, "huggingface", config).name == "llama"
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("arch", TINY)
 def test_every_parameter_has_its_tensors_and_none_is_left(arch, stacked, caplog):
