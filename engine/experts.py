@@ -2,9 +2,11 @@
 """Mixture-of-experts feed-forward: routing, and the experts' MLPs over sorted tokens.
 
 No token is dropped, and rows of padding are sent to no expert.
-Letters: T tokens, D width, E experts, K experts a token, S = T K sorted rows, C rows of a tile, F
-an expert's width.
+Letters: L layers, T tokens, D width, E experts, K experts a token, S = T K sorted rows, C rows of a
+tile, F an expert's width.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from engine.layers import ACTIVATIONS, Params, gated_mlp, matmul
 from engine.models.config import Experts
 
+EXPERT_MATRICES = ("experts_gate", "experts_up", "experts_down")
 # On CPU a few rows are multiplied one by one, and more in tiles.
 CPU_SINGLE_ROWS, CPU_TILE = 64, 16
 
@@ -97,27 +100,44 @@ def routed_mlp(
     return jnp.zeros(x_TD.shape, jnp.float32).at[order_S // K].add(y_SD).astype(x_TD.dtype)
 
 
-def grouped_matmul(x_SD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+class OfLayers(NamedTuple):
+    """The experts' matrices of all layers of a scan, and which layer's are meant.
+
+    A ragged dot takes its matrices whole: those of one layer would be copied out first.
+    """
+
+    weight_LEDF: jax.Array
+    layer: jax.Array
+
+
+def grouped_matmul(x_SD: jax.Array, weight: jax.Array | OfLayers, sizes_E: jax.Array) -> jax.Array:
     """Returns float32 y_SF: the first `sizes_E[0]` rows times the first matrix, and so on.
 
-    What rows beyond the sizes' sum get is undefined.
+    `weight` is [E, D, F], or that of many layers. What rows beyond the sizes' sum get is undefined.
     """
+    if not isinstance(weight, OfLayers):
+        weight = OfLayers(weight[None], jnp.int32(0))
     return jax.lax.platform_dependent(
-        x_SD, weight_EDF, sizes_E, cpu=_matmul_of_tiles, default=_ragged_dot
+        x_SD, weight, sizes_E, cpu=_matmul_of_tiles, default=_ragged_dot
     )
 
 
-def _ragged_dot(x_SD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return jax.lax.ragged_dot(x_SD, weight_EDF, sizes_E, preferred_element_type=jnp.float32)
+def _ragged_dot(x_SD: jax.Array, weight: OfLayers, sizes_E: jax.Array) -> jax.Array:
+    """Of the experts of all layers in a row, those of other layers have no rows."""
+    L, E, D, F = weight.weight_LEDF.shape
+    sizes = jnp.zeros(L * E, sizes_E.dtype)
+    sizes = jax.lax.dynamic_update_slice(sizes, sizes_E, (weight.layer * E,))
+    experts = weight.weight_LEDF.reshape(L * E, D, F)
+    return jax.lax.ragged_dot(x_SD, experts, sizes, preferred_element_type=jnp.float32)
 
 
-def _matmul_of_tiles(x_SD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _matmul_of_tiles(x_SD: jax.Array, weight: OfLayers, sizes_E: jax.Array) -> jax.Array:
     """A loop over tiles of one expert's rows, which reads no other expert.
 
     XLA's CPU backend multiplies every row with every expert for a ragged dot.
     """
     S, D = x_SD.shape
-    E, _, F = weight_EDF.shape
+    F = weight.weight_LEDF.shape[-1]
     size = 1 if S <= CPU_SINGLE_ROWS else CPU_TILE
     x_SD = jnp.pad(x_SD, ((0, size - 1), (0, 0)))  # the last tile may reach over the end
     tiles_E = -(-sizes_E // size)
@@ -130,7 +150,7 @@ def _matmul_of_tiles(x_SD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array)
         start = end_E[expert] - sizes_E[expert] + first * size
         y_CF = jnp.dot(
             jax.lax.dynamic_slice(x_SD, (start, jnp.int32(0)), (size, D)),
-            weight_EDF[expert],
+            weight.weight_LEDF[weight.layer, expert],
             preferred_element_type=jnp.float32,
         )
         before_CF = jax.lax.dynamic_slice(y_SF, (start, jnp.int32(0)), (size, F))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.experts import expert_mlp
+from engine.experts import EXPERT_MATRICES, OfLayers, expert_mlp
 from engine.layers import Params, gated_mlp, linear, matmul, rms_norm, rotate
 from engine.models.config import Latent, ModelConfig
 from engine.models.rope import rope_tables
@@ -73,10 +73,16 @@ def map_layers(function, carry, segment: Any, data: LayerData):
             carry = function(carry, params, LayerData(*(int(field[index]) for field in data)))
         return carry
 
-    def body(carry, layer):
-        return function(carry, *layer), None
+    whole = {name: segment[name] for name in EXPERT_MATRICES if name in segment}
+    sliced = {name: array for name, array in segment.items() if name not in whole}
 
-    stacked = (segment, LayerData(*(jnp.asarray(field) for field in data)))
+    def body(carry, layer):
+        params, data, index = layer
+        experts = {name: OfLayers(array, index) for name, array in whole.items()}
+        return function(carry, params | experts, data), None
+
+    places = jnp.arange(len(data.group), dtype=jnp.int32)
+    stacked = (sliced, LayerData(*(jnp.asarray(field) for field in data)), places)
     return jax.lax.scan(body, carry, stacked)[0]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint restored on another number of devices is the same model."""
+"""A checkpoint restored on another number of devices, or in stacks, is the same model."""
 
 import jax
 import numpy as np
@@ -37,6 +37,16 @@ def test_parameters_are_the_same_on_two_devices(restored):
     same_parameters(loaded, expected)
     split = [leaf for leaf in jax.tree.leaves(loaded) if not leaf.is_fully_replicated]
     assert len(split) > 10, "the matrices are split"
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3"])
+def test_scanned_experts_are_those_of_each_layer(arch):
+    model = open_model(GOLDEN / "tiny" / arch)
+    mesh = make_mesh(jax.local_devices()[:1])
+    stacked = load_model(model, mesh, TENSOR_PARALLEL, F32, stacked=True)
+    expected, _ = forward_jit(parameters(model), model.config, IDS)
+    logits, _ = forward_jit(stacked, model.config, IDS)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ every start.
 
 import collections
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -26,11 +27,12 @@ from engine.batch import BatchShape
 from engine.buckets import Ladder
 from engine.kv import kv_layout
 from engine.loading import abstract_parameters
-from engine.models import llama
+from engine.models import llama, qwen_moe
 from engine.programs import ProgramFactory
 from engine.step import StepConfig
 from sharding import TENSOR_PARALLEL, make_mesh
 
+DATA = pathlib.Path(__file__).parents[1] / "data"
 PAGE_SIZE = 64
 STEP_TOKENS = 512
 MAX_TEMPORARIES = 256e6
@@ -206,3 +208,16 @@ def test_programs_compile_for_tpu(name, libtpu, capsys):
     for what, (compiled, _) in done.items():
         check_memory(what, compiled.memory_analysis(), case.topology.split(":")[0], pool_bytes)
         check_collectives(what, collectives(compiled), case)
+
+
+@pytest.mark.slow
+def test_the_experts_of_a_layer_are_not_copied(libtpu):
+    """Six layers of Qwen3-30B-A3B: one layer's experts take 1.2 GB, which no step may move."""
+    config = json.loads((DATA / "configs" / "qwen3-30b-a3b.json").read_text())
+    config["num_hidden_layers"] = 6
+    case = Case(config, "v6e:2x2", 1, 32, 2048, 65536)
+    factory, ladder = make_factory(case, qwen_moe.from_hf(config))
+    compiled, _ = compile_timed(largest_programs(factory, ladder)["decode"])
+    memory = compiled.memory_analysis()
+    check_memory("decode", memory, "v6e", factory.num_pages * factory.cfg.layout.page_bytes)
+    assert memory.temp_size_in_bytes < 20e6
