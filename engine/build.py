@@ -132,6 +132,7 @@ def build_engine(config: EngineConfig) -> Built:
             static=config.batching == "static",
             pinned=config.deterministic,
             decode_steps=config.decode_steps,
+            prefix_cache=config.prefix_cache,
         )
 
     engine = Engine(

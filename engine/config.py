@@ -40,6 +40,7 @@ class EngineConfig:
     page_size: tokens of a page, a power of two; None: the platform's.
     num_pages: pages of the pool, one of them reserved; None: as memory allows.
     memory_fraction: share of an accelerator's memory for weights, programs and pages.
+    prefix_cache: keep the keys and values of what was computed, for requests that begin alike.
     overlap: plan a step before the last one's tokens are read.
     batching: one of BATCHING; "static" is a baseline for benchmarks: batches of `max_num_seqs`
         requests in arrival order, full rows until the last ends.
@@ -62,6 +63,7 @@ class EngineConfig:
     page_size: int | None = None
     num_pages: int | None = None
     memory_fraction: float = 0.9
+    prefix_cache: bool = True
     overlap: bool = True
     batching: str = "continuous"
     seed: int | None = None
@@ -102,7 +104,7 @@ class EngineConfig:
             raise ValueError(f"decode_steps={self.decode_steps} must be 1 with deterministic=True")
         if self.deterministic and self.batching != "continuous":
             raise ValueError(f"batching={self.batching!r} does not go with deterministic=True")
-        for name in ("overlap", "deterministic", "strict"):
+        for name in ("prefix_cache", "overlap", "deterministic", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.generation_config not in GENERATION_CONFIGS:

@@ -41,7 +41,11 @@ def _run(engine: Engine, prompts: Sequence[list[int]], order) -> dict[int, tuple
     for index in order:
         ids = prompts[index]
         request = Request(
-            prompt_token_ids=ids, params=params, limit=len(ids) + _NEW_TOKENS, seed=index
+            prompt_token_ids=ids,
+            params=params,
+            limit=len(ids) + _NEW_TOKENS,
+            seed=index,
+            cache_space=object(),  # each run is to compute all of it
         )
         running[engine.add_request(request)] = index
     while len(results) < len(running):

@@ -103,6 +103,13 @@ def place_set(pool: Pool, place: Any, array: jax.Array) -> Pool:
     return array.reshape(pool.shape)
 
 
+def copy_pages(pool: Pool, from_C: jax.Array, to_C: jax.Array) -> Pool:
+    """Returns `pool` with pages from_C copied to to_C, in every place: all read, then written."""
+    if isinstance(pool, tuple):
+        return tuple(array.at[to_C].set(array[from_C]) for array in pool)
+    return pool.at[:, to_C].set(pool[:, from_C])
+
+
 def empty_pool(layout: KVLayout, num_pages: int, *, stacked: bool) -> Pool:
     """Returns a pool of zeros."""
     shape = layout.pool_spec(num_pages).shape

@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,11 @@ from engine.buckets import Head, Ladder, Repeat
 from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import head_parameters
+from engine.pages import NULL_PAGE
 from engine.params import HEADS, NOT_FINITE
 from engine.plan import Plan
 from engine.program_store import Executables, ProgramStore
+from engine.programs import COPIES
 from engine.request import Request, ScoredToken
 from engine.results import Delta, Record, Results
 from engine.sampling import Logprobs
@@ -45,6 +47,7 @@ class Pending:
     logprobs: Logprobs | None
     scored: list[Scored]
     prompt_CD: jax.Array | None  # hidden rows of the chunk group, where they are wanted
+    broken_B: jax.Array | None  # of the chunk group
 
 
 class Engine:
@@ -173,6 +176,7 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> Pending:
         now = time.monotonic()
+        self._copy(plan.copies)
         for piece in plan.pieces:
             if piece.request.first_scheduled_s is None:
                 piece.request.first_scheduled_s = now
@@ -184,19 +188,30 @@ class Engine:
             program = self.programs[Repeat(plan.body)]
             self.state, tokens = program(self.params, self.state, packed)
             tokens.copy_to_host_async()
-            return Pending(plan, tokens, tokens, None, [], None)
+            return Pending(plan, tokens, tokens, None, [], None, None)
         body = self.programs[plan.body]
         self.state, hidden = body(self.params, self.state, packed)
         scored = self._score(plan, hidden.prompt_CD)
         wanted = any(piece.request.wants_hidden for piece in plan.pieces)
         prompt_CD = hidden.prompt_CD if wanted else None
+        broken_B = hidden.broken_B
+        if broken_B is not None:
+            broken_B.copy_to_host_async()
         if not plan.sampled:
-            return Pending(plan, hidden.row_S, None, None, scored, prompt_CD)
+            return Pending(plan, hidden.row_S, None, None, scored, prompt_CD, broken_B)
         head = self.programs[self._head(plan)]
-        hidden = hidden._replace(prompt_CD=None)
+        hidden = hidden._replace(prompt_CD=None, broken_B=None)
         self.state, (tokens, logprobs) = head(self._head_params(), self.state, hidden)
         tokens.copy_to_host_async()
-        return Pending(plan, hidden.row_S, tokens, logprobs, scored, prompt_CD)
+        return Pending(plan, hidden.row_S, tokens, logprobs, scored, prompt_CD, broken_B)
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Dispatches the copies of pages that a step relies on."""
+        for first in range(0, len(copies), COPIES):
+            pages_2C = np.full((2, COPIES), NULL_PAGE, np.int32)
+            part = copies[first : first + COPIES]
+            pages_2C[:, : len(part)] = np.transpose(part)
+            self.state = self.programs["copy"](self.state, pages_2C)
 
     def _head(self, plan: Plan) -> Head:
         kind = HEADS[max([request.head for request in plan.sampled])]
@@ -238,16 +253,24 @@ class Engine:
         self._read_scores(pending.scored)
         self._read_hidden(pending)
         logprobs = None if pending.logprobs is None else jax.device_get(pending.logprobs)
+        broken: list[int] = []
+        if pending.broken_B is not None:
+            broken = np.flatnonzero(np.asarray(pending.broken_B)[: len(plan.pieces)]).tolist()
         now = time.monotonic()
         for tokens in steps:
-            self._read_tokens(plan, tokens, logprobs, now)
+            self._read_tokens(plan, tokens, broken, logprobs, now)
 
     def _read_tokens(
-        self, plan: Plan, tokens: list[int], logprobs: Logprobs | None, now: float
+        self,
+        plan: Plan,
+        tokens: list[int],
+        broken: list[int],
+        logprobs: Logprobs | None,
+        now: float,
     ) -> None:
         """Delivers one token of each sampled row, and what ended."""
         results, record_of = self._results, self._results.get
-        for request, place in self.scheduler.update(plan, tokens):
+        for request, place in self.scheduler.update(plan, tokens, broken):
             record = record_of(request.id)
             assert record is not None, "the scheduler has ended it"
             # A token drawn again after a preemption was delivered before it.

@@ -22,7 +22,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def request_metrics(request: Request, *, cached_tokens: int = 0) -> RequestMetrics:
+def request_metrics(request: Request) -> RequestMetrics:
     """Returns the times of `request` from its time stamps.
 
     With arrival t_a and token times t_1..t_n: TTFT = t_1 - t_a, TPOT = (t_n - t_1) / (n - 1),
@@ -37,7 +37,7 @@ def request_metrics(request: Request, *, cached_tokens: int = 0) -> RequestMetri
         tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
         itl_s=[after - before for before, after in zip(times, times[1:], strict=False)],
         e2e_s=None if end is None else end - arrival,
-        cached_tokens=cached_tokens,
+        cached_tokens=request.cached_tokens or 0,
         preemptions=request.preemptions,
     )
 

@@ -50,11 +50,13 @@ class PageCounts(NamedTuple):
 
 
 class PagePool:
-    """Page numbers of every partition, each free or held by exactly one group.
+    """Page numbers of every partition: each free, held by requests, or kept by the cache alone.
 
-    All groups draw from one id space, so a group that frees a page feeds any other.
-    Invariant, by partition: free + held + cached + the null page == num_pages. Nothing is cached:
-    a page is let go when its request is.
+    A page belongs to the group that took it, until it is free. It is held while any request has it
+    (`take` and `share`, until each has called `release`), and cached when none has it but the cache
+    keeps it (`keep`, until `drop`). All groups draw from one id space, so a page that one group
+    frees feeds any other.
+    Invariant, by partition: free + held + cached + the null page == num_pages.
     """
 
     def __init__(self, num_pages: int, num_partitions: int = 1, num_groups: int = 1):
@@ -66,9 +68,13 @@ class PagePool:
         self.num_pages = num_pages
         self.num_partitions = num_partitions
         self.num_groups = num_groups
-        self._free = [list(range(num_pages - 1, NULL_PAGE, -1)) for _ in range(num_partitions)]
-        self._holder = [[_FREE] * num_pages for _ in range(num_partitions)]
-        self._held = [[0] * num_groups for _ in range(num_partitions)]
+        partitions = range(num_partitions)
+        self._free = [list(range(num_pages - 1, NULL_PAGE, -1)) for _ in partitions]
+        self._group = [[_FREE] * num_pages for _ in partitions]
+        self._holders = [[0] * num_pages for _ in partitions]
+        self._kept = [bytearray(num_pages) for _ in partitions]
+        self._held = [[0] * num_groups for _ in partitions]
+        self._cached = [[0] * num_groups for _ in partitions]
 
     @property
     def capacity(self) -> int:
@@ -79,13 +85,28 @@ class PagePool:
         """Returns how many pages of `partition` can be taken now."""
         return len(self._free[partition])
 
+    def num_available(self, partition: int) -> int:
+        """Returns how many pages of `partition` can be taken once the cache lets go of its own."""
+        return len(self._free[partition]) + sum(self._cached[partition])
+
     def counts(self, partition: int, group: int) -> PageCounts:
         """Returns the pages of `partition` by state, as `group` sees them."""
-        return PageCounts(len(self._free[partition]), self._held[partition][group], 0)
+        return PageCounts(
+            len(self._free[partition]),
+            self._held[partition][group],
+            self._cached[partition][group],
+        )
+
+    def is_held(self, partition: int, number: int) -> bool:
+        """Returns whether a request has the page."""
+        return self._holders[partition][number] > 0
 
     def take(self, partition: int, group: int, count: int) -> list[int]:
-        """Returns `count` page numbers, held by `group` from now on; all of them or OutOfPages."""
-        free, holder = self._free[partition], self._holder[partition]
+        """Returns `count` page numbers, held by one request of `group` from now on.
+
+        All of them or OutOfPages.
+        """
+        free, holders, groups = self._free[partition], self._holders[partition], self._group
         if count > len(free):
             raise OutOfPages(
                 f"asked for {count} pages of partition {partition}, "
@@ -93,29 +114,75 @@ class PagePool:
             )
         numbers = [free.pop() for _ in range(count)]
         for number in numbers:
-            holder[number] = group
+            groups[partition][number] = group
+            holders[number] = 1
         self._held[partition][group] += count
         return numbers
 
-    def release(self, partition: int, group: int, numbers: Sequence[int]) -> None:
-        """Frees `numbers`, which `group` must hold; ValueError otherwise, naming the page."""
-        free, holder = self._free[partition], self._holder[partition]
+    def share(self, partition: int, group: int, numbers: Sequence[int]) -> None:
+        """Makes one more request a holder of `numbers`, which `group` has held or cached."""
+        holders = self._holders[partition]
         for number in numbers:
-            if holder[number] != group:
+            self._check(partition, group, number)
+            if holders[number] == 0:
+                self._cached[partition][group] -= 1
+                self._held[partition][group] += 1
+            holders[number] += 1
+
+    def release(self, partition: int, group: int, numbers: Sequence[int]) -> list[int]:
+        """Takes one holder from each of `numbers`; returns those that are only cached now.
+
+        What nobody holds or keeps is free. ValueError, naming the page, if `group` has it not held.
+        """
+        holders, kept, cached = self._holders[partition], self._kept[partition], []
+        for number in numbers:
+            if holders[number] == 0 or self._group[partition][number] != group:
                 raise ValueError(
                     f"page {number} of partition {partition} is not held by group {group}; "
                     "release a page once, by the group that took it"
                 )
-            holder[number] = _FREE
-            free.append(number)
+            holders[number] -= 1
+            if holders[number]:
+                continue
             self._held[partition][group] -= 1
+            if kept[number]:
+                self._cached[partition][group] += 1
+                cached.append(number)
+            else:
+                self._set_free(partition, number)
+        return cached
+
+    def keep(self, partition: int, group: int, number: int) -> None:
+        """Marks a held page as one that the cache keeps when nobody holds it any more."""
+        self._check(partition, group, number)
+        assert self._holders[partition][number], "only a page that is held can be kept"
+        assert not self._kept[partition][number], "the cache keeps a page in one place"
+        self._kept[partition][number] = 1
+
+    def drop(self, partition: int, group: int, number: int) -> None:
+        """Ends `keep`; a page that nobody holds is free then."""
+        self._check(partition, group, number)
+        assert self._kept[partition][number], "the cache drops what it keeps"
+        self._kept[partition][number] = 0
+        if not self._holders[partition][number]:
+            self._cached[partition][group] -= 1
+            self._set_free(partition, number)
+
+    def _check(self, partition: int, group: int, number: int) -> None:
+        assert self._group[partition][number] == group, (
+            f"page {number} of partition {partition} is not of group {group}"
+        )
+
+    def _set_free(self, partition: int, number: int) -> None:
+        self._group[partition][number] = _FREE
+        self._free[partition].append(number)
 
     def held(self) -> Iterator[Handle]:
         """Yields the handle of every held page."""
-        for partition, holder in enumerate(self._holder):
-            for number, group in enumerate(holder):
-                if group != _FREE:
-                    yield Handle(partition, group, HOT, number)
+        for partition, holders in enumerate(self._holders):
+            for number, count in enumerate(holders):
+                if count:
+                    yield Handle(partition, self._group[partition][number], HOT, number)
 
     def check(self) -> None:
         """Raises AssertionError, in words, unless every page is in exactly one state."""
@@ -123,15 +190,18 @@ class PagePool:
             unique = set(free)
             assert len(unique) == len(free), f"partition {partition} lists a free page twice"
             assert NULL_PAGE not in unique, f"partition {partition} would give its null page away"
-            held: dict[int, list[int]] = {}
-            for number, group in enumerate(self._holder[partition]):
+            held, cached = [0] * self.num_groups, [0] * self.num_groups
+            for number, group in enumerate(self._group[partition]):
+                holders, kept = self._holders[partition][number], self._kept[partition][number]
+                assert (group == _FREE) == (not holders and not kept), f"page {number} is lost"
                 if group != _FREE:
-                    held.setdefault(group, []).append(number)
-            for group, count in enumerate(self._held[partition]):
-                numbers = held.get(group, [])
-                assert len(numbers) == count, f"group {group} holds {numbers}, counted {count}"
-                assert unique.isdisjoint(numbers), f"group {group} holds a free page"
-            total = len(free) + sum(self._held[partition]) + 1
+                    assert number not in unique, f"group {group} has free page {number}"
+                    (held if holders else cached)[group] += 1
+            assert held == self._held[partition], f"held: {held}, counted {self._held[partition]}"
+            assert cached == self._cached[partition], (
+                f"cached: {cached}, counted {self._cached[partition]}"
+            )
+            total = len(free) + sum(held) + sum(cached) + 1
             assert total == self.num_pages, (
                 f"partition {partition} accounts for {total} of {self.num_pages} pages"
             )

@@ -62,6 +62,10 @@ class SamplingParams:
     truncate_prompt_tokens: keep so many tokens of the prompt's end; None: keep all.
     parse_special_in_messages: spellings of special tokens in a chat's messages become them.
 
+    Who it is for:
+
+    cache_salt: only requests with the same text here share what the cache has; None is one, too.
+
     Raises ValueError, naming the field, when one of them cannot be.
     """
 
@@ -90,6 +94,7 @@ class SamplingParams:
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     parse_special_in_messages: bool = False
+    cache_salt: str | None = None
 
     def __post_init__(self):
         self._check_choice()
@@ -103,6 +108,8 @@ class SamplingParams:
         if self.logprobs_mode not in LOGPROBS_MODES:
             known = ", ".join(LOGPROBS_MODES)
             raise ValueError(f"logprobs_mode={self.logprobs_mode!r} is not known; use {known}")
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt={self.cache_salt!r} must be a text, or None")
         if self.truncate_prompt_tokens is not None:
             remedy = "None keeps the whole prompt"
             check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, low=1, remedy=remedy)

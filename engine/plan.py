@@ -25,6 +25,7 @@ class Piece:
     samples: bool
     fresh: bool
     scores: tuple[int, int] | None
+    admission: int  # which of the request's rows this is: it may have been preempted since
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Plan:
     """One step. `decodes`: requests with one more token, whose last one is on the device.
 
     `sampled`: the request of each token drawn, of pieces first, then of decodes; `rows`: its row.
-    A plan of decodes alone may run `repeat` times in one dispatch.
+    A plan of decodes alone may run `repeat` times in one dispatch. `copies`: (page, page) pairs,
+    the first to be copied to the second before the step.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Plan:
     sampled: tuple[Request, ...]
     rows: tuple[int, ...]
     repeat: int = 1
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass
@@ -68,5 +71,6 @@ def make_piece(request: Request, start: int, stop: int) -> Piece:
         last = min(stop, len(request.prompt_token_ids) - 1)  # the last position has no next token
         scores = (first, last) if first < last else None
     samples = stop == request.target and not request.scores_only
-    fresh = start == 0
-    return Piece(request, request.running_row, start, stop, samples, fresh, scores)
+    fresh = start == request.opened
+    row, admission = request.running_row, request.admissions
+    return Piece(request, row, start, stop, samples, fresh, scores, admission)

@@ -18,7 +18,18 @@ from engine.models.decoder import head_parameters
 from engine.program_store import Executables, Program, ProgramStore
 from engine.sampling import TOP_LOGPROBS, Logprobs
 from engine.state import State, empty_state
-from engine.step import Hidden, StepConfig, run_body, run_head, run_repeat, run_row, run_score
+from engine.step import (
+    Hidden,
+    StepConfig,
+    run_body,
+    run_copy,
+    run_head,
+    run_repeat,
+    run_row,
+    run_score,
+)
+
+COPIES = 16  # pages that one call of the program "copy" moves
 
 
 class ProgramFactory:
@@ -62,13 +73,14 @@ class ProgramFactory:
         vocabulary = self.cfg.model.vocab_size
         return empty_state(self.cfg.layout, self.num_pages, rows, vocabulary, stacked=self.stacked)
 
-    def _hidden(self, prompt: bool) -> Hidden:
+    def _hidden(self, prompt: bool, chunks: int | None = None) -> Hidden:
         S, D = self.cfg.shape.num_rows, self.cfg.model.width
         dtype = self.cfg.layout.dtype
         return Hidden(
             sampled_SD=self._array((S, D), dtype),
             row_S=self._array((S,), jnp.int32),
             prompt_CD=self._array((self.cfg.score_tokens, D), dtype) if prompt else None,
+            broken_B=None if chunks is None else self._array((chunks,), jnp.bool_),
         )
 
     def _logprobs(self, rows: int) -> Logprobs:
@@ -89,11 +101,17 @@ class ProgramFactory:
         packed = self._array((packed_tables_size(self.cfg.model.vocab_size),), jnp.int32)
         return Program("row", run_row, (self.state, packed), self.state, donated=(0,))
 
+    def copy(self) -> Program:
+        """Returns the program that copies up to COPIES pages."""
+        pages = self._array((2, COPIES), jnp.int32)
+        return Program("copy", run_copy, (self.state, pages), self.state, donated=(0,))
+
     def body(self, body: tuple[Group, ...]) -> Program:
         """Returns the body program of the row groups `body`."""
         groups = "+".join(f"{group.kind}{group.rows}x{group.width}" for group in body)
         packed = self._array((self.cfg.shape.size(body),), jnp.int32)
-        hidden = self._hidden(prompt=any(group.kind != "decode" for group in body))
+        chunks = next((group.rows for group in body if group.kind != "decode"), None)
+        hidden = self._hidden(prompt=chunks is not None, chunks=chunks)
         return Program(
             f"body {groups}",
             partial(run_body, cfg=self.cfg, body=body),
@@ -142,13 +160,14 @@ class ProgramFactory:
 def build_programs(
     factory: ProgramFactory, ladder: Ladder, store: ProgramStore, progress: Callable[[str], None]
 ) -> Executables:
-    """Returns all programs of the ladder, by body, by head, and "start" and "row".
+    """Returns all programs of the ladder, by body, by head, and "start", "row" and "copy".
 
     They are compiled before this returns. When all of them were compiled before, it returns at
     once and they are loaded beside the first steps, those of a lone greedy request first.
     """
     heads = {head: factory.head(head) for head in ladder.heads()}
     programs: dict[Any, Program] = {"start": factory.start(), "row": factory.row()}
+    programs["copy"] = factory.copy()
     programs |= {head: heads[head] for head in heads if head.kind == "greedy"}
     programs |= {body: factory.body(body) for body in sorted(ladder.bodies, key=total_tokens)}
     programs |= {Repeat(body): factory.repeat(body) for body in ladder.repeats}

@@ -33,6 +33,7 @@ class RequestMaker:
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
         self._bos_id = model_config.bos_id
+        self._ropes = model_config.ropes
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._random = random.Random(seed)
@@ -56,6 +57,7 @@ class RequestMaker:
         self._check_ids(params)
         end_ids, bad_words = self._end_ids(params), self._bad_words(params)
         seed = self._random.getrandbits(32) if params.seed is None else params.seed
+        variant = tuple(rope.variant(limit) for rope in self._ropes)
         return [
             Request(
                 prompt_token_ids=token_ids,
@@ -65,6 +67,7 @@ class RequestMaker:
                 end_ids=end_ids,
                 bad_words=bad_words,
                 sample=sample,
+                cache_space=(params.cache_salt, variant),
             )
             for sample in range(params.n)
         ]

@@ -3,10 +3,13 @@
 
 import dataclasses
 import enum
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from engine.prefix_tree import Tip
 
 from engine.params import HEADS, SamplingParams
 
@@ -43,6 +46,7 @@ class Request:
     scored_from: int = 0  # the first prompt position whose next token's log-probability is wanted
     wants_hidden: bool = False  # the prompt's hidden states are part of the result
     wants_scores: bool = False  # of prompt positions only the token's own log-probability is kept
+    cache_space: Hashable = None  # requests share pages only with others of an equal one
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
 
     computed: int = 0
@@ -50,6 +54,16 @@ class Request:
     target: int = 0  # tokens that run as chunks before the row decodes: `known` at admission
     scored: int = 0  # prompt positions whose log-probabilities are planned; kept on preemption
     quiet_cells: int = 0  # up to so many cells, decodes take no page and leave none
+    opened: int = 0  # cells that the cache had when the row was opened
+    stored: int = 0  # cells stored by chunks of this row that were read
+    sealed: int = 0  # pages of this row that the cache knows
+    seal_at: int = 0  # output tokens at which the next page is full and read
+    # The running request whose pages it waits for, which row of it, and how many cells it has then.
+    leader: "tuple[Request, int, int] | None" = None
+    admissions: int = 0  # how often it got a row
+    cached_tokens: int | None = None  # of the prompt, that the cache had when it first got a row
+    tip: "Tip | None" = None  # its place in the tree of prefixes
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)  # of whole pages of tokens
     row: int | None = None
     pages: list[list[int]] = dataclasses.field(default_factory=list)  # [group][place]; 0: freed
     status: Status = Status.WAITING
@@ -117,6 +131,8 @@ class Request:
     def restart(self, num_tokens: int) -> None:
         """Goes back to waiting with its first `num_tokens` output tokens; nothing is computed."""
         del self.output_token_ids[num_tokens:]
+        self.page_keys.clear()
+        self.tip = None
         self.computed = self.in_flight = self.target = self.quiet_cells = 0
         self.scored = self.scored_from
         self.row, self.pages, self.status = None, [], Status.WAITING

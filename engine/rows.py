@@ -6,9 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.pages import NULL_PAGE, PageGroup, PagePool
+from engine.prefix_tree import Match, PrefixTree, Tip, common_tokens, page_key
 from engine.request import Request
 
 _PARTITION = 0  # the scheduler plans one partition
+_NEVER = 1 << 62
 
 
 class Rows:
@@ -19,6 +21,11 @@ class Rows:
     Row `max_num_seqs` is the null row of both, always zero. A row's pages are in place order, so
     place p of a table holds cells p * page_size and on. A windowed group frees a page once no
     later query sees any of its cells; the places keep their numbers.
+
+    With `prefix_cache`, a row begins with the pages that the tree has of its request, and gives it
+    each page that is full once the step that filled it was read, so that nothing of a step that
+    failed is kept. Without, nothing is in the tree.
+    `copies`: pairs (page, page of the row) to be copied before the next step, by request.
     """
 
     def __init__(
@@ -31,14 +38,21 @@ class Rows:
         step_tokens: int,
         groups: Sequence[PageGroup],
         pool: PagePool,
-        never_narrow: bool = False,
+        chunk: int = 1,
+        pinned: bool = False,
+        prefix_cache: bool = False,
     ):
         assert pool.num_partitions == 1, "pages of one request over partitions are not planned"
         self._page_size = page_size
         self._step_tokens = step_tokens
         self._groups = tuple(groups)
         self._pool = pool
-        self._never_narrow = never_narrow
+        self._chunk = chunk
+        self._pinned = pinned
+        self._prefix_cache = prefix_cache
+        self.tree = PrefixTree(groups, page_size, pool)
+        self.copies: dict[Request, list[tuple[int, int]]] = {}
+        self._pins: list[tuple[Tip, list[int]]] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._passed = [[0] * max_num_seqs for _ in groups]  # places freed, by group and row
         pages_per_row = -(-max_model_len // page_size)
@@ -51,7 +65,8 @@ class Rows:
 
     @property
     def num_free_pages(self) -> int:
-        return self._pool.num_free(_PARTITION)
+        """Pages that can be taken, those included that only the cache has."""
+        return self._pool.num_available(_PARTITION)
 
     def least_pages(self, cells: int) -> int:
         """Returns the most pages ever held at once while cells up to `cells` are written.
@@ -80,7 +95,7 @@ class Rows:
 
     def fits(self, cells: int) -> bool:
         """Whether a request of `cells` cells fits an empty pool."""
-        if self._never_narrow:
+        if self._pinned:
             return not self.is_narrow(cells)
         return self.least_pages(cells) <= self._pool.capacity
 
@@ -116,10 +131,82 @@ class Rows:
         """Returns the first cell after the page of `cell`."""
         return (cell // self._page_size + 1) * self._page_size
 
-    def open(self, request: Request) -> None:
-        """Gives `request` a row without pages."""
-        request.row = self._free_rows.pop()
-        request.pages = [[] for _ in self._groups]
+    def match(self, request: Request, most: int) -> Match:
+        """Returns what the tree has of the known tokens of `request`, at most `most` of them."""
+        if not self._prefix_cache or most <= 0:
+            return Match(None, 0, [[] for _ in self._groups], 0, None)
+        if self._pinned:  # a chunk begins where chunks begin, and no part of a page is copied
+            grain = max(self._page_size, self._chunk)
+            most = min(most, len(request.prompt_token_ids)) // grain * grain
+        size, keys = self._page_size, request.page_keys
+        for start in range(len(keys) * size, request.known - size + 1, size):
+            keys.append(page_key(request.tokens(start, start + size)))
+        rest = page_key(request.tokens(len(keys) * size, request.known))
+        return self.tree.match(request.cache_space, keys, rest, most)
+
+    def shared_pages(self, match: Match) -> int:
+        """Returns how many pages of a match others hold, so that they take none from the pool."""
+        return sum(
+            number != NULL_PAGE and self._pool.is_held(_PARTITION, number)
+            for pages in match.pages
+            for number in pages
+        )
+
+    def source_pages(self, match: Match) -> int:
+        """Returns how many pages nobody holds are pinned while part of a page is copied."""
+        assert match.source is not None
+        node, index = match.source
+        numbers = [pages[index] for pages in node.pages]
+        return sum(not self._pool.is_held(_PARTITION, number) for number in numbers)
+
+    def common_tokens(self, request: Request, other: Request, most: int) -> int:
+        """Returns how many of `most` tokens of `request` the cache has once `other` is computed.
+
+        They are the same as far as the cache has those of `other` now.
+        """
+        place, size = other.sealed, self._page_size
+        one, two = request.page_keys, other.page_keys
+        last = min(len(one), len(two), other.target // size)
+        while place < last and one[place] == two[place]:
+            place += 1
+        start = min(place * size, most)
+        if self._pinned:
+            return start // max(size, self._chunk) * max(size, self._chunk)
+        stop = min(start + size, most, other.target)
+        if start >= stop:
+            return start
+        pair = (page_key(each.tokens(start, stop)) for each in (request, other))
+        return start + common_tokens(*pair)
+
+    def open(self, request: Request, match: Match) -> None:
+        """Gives `request` a row with the pages of `match`; the part of a page is to be copied."""
+        request.row = row = self._free_rows.pop()
+        request.pages, places = match.pages, len(match.pages[0])
+        request.computed = request.opened = request.stored = match.cells
+        request.sealed, request.seal_at = places, _NEVER
+        self.lengths[:, row] = match.cells
+        for group, pages in enumerate(match.pages):
+            passed = min(places, self._groups[group].first_cell(match.cells) // self._page_size)
+            self._passed[group][row] = passed
+            self.tree.hold(group, pages[passed:])
+            self.tables[group, row, :places] = pages
+        if self._prefix_cache:
+            request.tip = self.tree.enter(request.cache_space, match)
+        if match.source is not None:
+            pin = self.tree.pin(match.source)
+            self._pins.append(pin)
+            self.extend(request, match.cells)
+            own = [pages[places] for pages in request.pages]
+            self.copies[request] = list(zip(pin[1], own, strict=True))
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """Returns, once, the pages to be copied before the step that is planned now."""
+        copies = tuple(pair for pairs in self.copies.values() for pair in pairs)
+        self.copies.clear()
+        for pin in self._pins:
+            self.tree.unpin(*pin)
+        self._pins.clear()
+        return copies
 
     def missing_pages(self, request: Request, cells: int) -> int:
         """Returns the pages to take until `request` has `cells` cells in every group."""
@@ -132,6 +219,7 @@ class Rows:
         for group, pages in enumerate(request.pages):
             held = len(pages)
             if places > held:
+                self.tree.make_room(places - held)
                 pages += self._pool.take(_PARTITION, group, places - held)
                 self.tables[group, row, held:places] = pages[held:]
         self._set_quiet(request)
@@ -147,7 +235,7 @@ class Rows:
             passed = self._passed[group][row]
             first = self._groups[group].first_cell(request.computed) // self._page_size
             if first > passed:
-                self._pool.release(_PARTITION, group, pages[passed:first])
+                self.tree.let_go(group, pages[passed:first])
                 pages[passed:first] = [NULL_PAGE] * (first - passed)
                 self.tables[group, row, passed:first] = NULL_PAGE
                 self._passed[group][row] = first
@@ -170,18 +258,80 @@ class Rows:
         """Adds `cells` cells to the lengths of the rows."""
         self.lengths[:, rows] += cells
 
+    def store(self, request: Request, cells: int) -> None:
+        """Notes that `cells` cells of a row were stored by steps that were read and sound."""
+        request.stored = cells
+        self.seal(request)
+        if cells == request.target:
+            self._put_tail(request)  # for others that wait for the same prompt
+
+    def seal(self, request: Request) -> None:
+        """Gives the tree the pages of a row that are full."""
+        tip, size = request.tip, self._page_size
+        if tip is None or tip.node is None:
+            request.seal_at = _NEVER
+            return
+        for place in range(request.sealed, self._stored(request) // size):
+            start, keys = place * size, request.page_keys
+            if place == len(keys):
+                keys.append(page_key(request.tokens(start, start + size)))
+            own = [pages[place] for pages in request.pages]
+            for group, number in enumerate(self.tree.insert(tip, keys[place], own)):
+                if number != own[group] != NULL_PAGE:
+                    self._replace(request, group, place, number)
+            request.sealed = place + 1
+        if request.stored >= request.target and not self._pinned:
+            request.seal_at = (request.sealed + 1) * size + 1 - len(request.prompt_token_ids)
+
+    def _replace(self, request: Request, group: int, place: int, number: int) -> None:
+        """Lets a row share the tree's page in place of its own."""
+        self.tree.hold(group, [number])
+        self.tree.let_go(group, [request.pages[group][place]])
+        request.pages[group][place] = number
+        self.tables[group, request.running_row, place] = number
+
+    def _stored(self, request: Request) -> int:
+        """Returns the cells whose content is known, of those that the cache may have.
+
+        The last token of a row that decodes may have ended it, and is not stored then. With
+        pinned bodies what a decode stored is not what a chunk would have.
+        """
+        cells = request.stored
+        if cells >= request.target:
+            cells = max(cells, request.known - 1)
+        return min(cells, len(request.prompt_token_ids)) if self._pinned else cells
+
+    def _put_tail(self, request: Request) -> None:
+        """Leaves the last page of a row, which is not full, for others to copy."""
+        start, stop = request.sealed * self._page_size, self._stored(request)
+        tip = request.tip
+        if tip is not None and tip.node is not None and start < stop and not self._pinned:
+            pages = [pages[request.sealed] for pages in request.pages]
+            self.tree.put_tail(tip, page_key(request.tokens(start, stop)), pages)
+
+    def forget(self, request: Request) -> None:
+        """Keeps nothing more of a row: its numbers are not sound."""
+        if request.tip is not None:
+            self.tree.detach(request.tip)
+
     def close(self, request: Request) -> None:
-        """Frees the row and pages of `request`.
+        """Frees the row and pages of `request`; what of them is full, the cache keeps.
 
         Steps planned before may still write to them: the device runs steps in order, so whoever
         takes the pages next writes after that.
         """
         row = request.running_row
+        self.copies.pop(request, None)
+        self.seal(request)
+        self._put_tail(request)
         for group, pages in enumerate(request.pages):
-            self._pool.release(_PARTITION, group, pages[self._passed[group][row] :][::-1])
+            self.tree.let_go(group, pages[self._passed[group][row] :][::-1])
             self.tables[group, row, : len(pages)] = NULL_PAGE
             self._passed[group][row] = 0
         self.lengths[:, row] = 0
+        if request.tip is not None:
+            self.tree.leave(request.tip)
+            request.tip = None
         request.pages = [[] for _ in self._groups]
         request.quiet_cells = 0
         request.row = None

@@ -12,6 +12,7 @@ from engine.buckets import Ladder
 from engine.pages import PageGroup, PagePool
 from engine.params import NO_TOKEN, NOT_FINITE
 from engine.plan import Draft, Piece, Plan, make_piece
+from engine.prefix_tree import Match
 from engine.request import Request, Status
 from engine.rows import Rows
 
@@ -57,6 +58,7 @@ class Scheduler:
         static: bool = False,
         pinned: bool = False,
         decode_steps: int = 1,
+        prefix_cache: bool = False,
     ):
         self._budget = max_num_batched_tokens
         self._page_size = page_size
@@ -77,7 +79,9 @@ class Scheduler:
             step_tokens=min(max_num_batched_tokens, ladder.pieces * ladder.width),
             groups=groups,
             pool=pool,
-            never_narrow=pinned,
+            chunk=ladder.width,
+            pinned=pinned,
+            prefix_cache=prefix_cache,
         )
         self._lookahead = max_num_seqs  # of waiting requests, so a step's work is bounded
         self._requests: dict[int, Request] = {}
@@ -176,13 +180,17 @@ class Scheduler:
             self._plan_decodes(draft)
         return self._commit(draft)
 
-    def update(self, plan: Plan, tokens: Sequence[int]) -> list[tuple[Request, int | None]]:
+    def update(
+        self, plan: Plan, tokens: Sequence[int], broken: Sequence[int] = ()
+    ) -> list[tuple[Request, int | None]]:
         """Reads the tokens of `plan.sampled`; returns the requests that went on or finished.
 
         Beside each is the place of its token in `tokens`, None where it got none. NO_TOKEN for a
-        token ends its request with the reason "error".
+        token ends its request with the reason "error". `broken`: indexes of the pieces whose
+        numbers were not all finite; the cache keeps nothing of those.
         """
         progressed: list[tuple[Request, int | None]] = []
+        self._store(plan.pieces, broken)
         for place, (request, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
             if request.status is Status.FINISHED:
                 continue
@@ -191,7 +199,10 @@ class Scheduler:
                 self.finish(request, "error", NOT_FINITE)
                 progressed.append((request, None))
                 continue
-            request.output_token_ids.append(token)
+            output = request.output_token_ids
+            output.append(token)
+            if len(output) >= request.seal_at and request.status is Status.RUNNING:
+                self._rows.seal(request)
             progressed.append((request, place))
             if token in request.end_ids:
                 self.finish(request, "stop", token)
@@ -204,6 +215,15 @@ class Scheduler:
                 self.finish(request, "length")
                 progressed.append((request, None))
         return progressed
+
+    def _store(self, pieces: Sequence[Piece], broken: Sequence[int]) -> None:
+        """Notes what was stored for rows that are still the ones of the pieces."""
+        for index, piece in enumerate(pieces):
+            request = piece.request
+            if request.status is Status.RUNNING and request.admissions == piece.admission:
+                if index in broken:
+                    self._rows.forget(request)
+                self._rows.store(request, piece.stop)
 
     def _plan_decodes(self, draft: Draft) -> None:
         for request in [r for r in self._running.values() if r.decodes]:
@@ -290,7 +310,21 @@ class Scheduler:
             if request.in_flight == 0 and not self._rows.fits(request.known):
                 self._end_at_capacity(request)
                 continue
-            need = self._rows.admission_pages(request)
+            if self._follows(request):
+                continue
+            most = self._most_cached(request)
+            match = self._rows.match(request, most)
+            if self._finds_leader(request, match, most):
+                continue
+            need = self._rows.admission_pages(request) - self._rows.shared_pages(match)
+            if match.source is not None:
+                extra = self._rows.source_pages(match)
+                if need + extra > available:
+                    size = self._page_size
+                    match = self._rows.match(request, match.cells // size * size)
+                    need = self._rows.admission_pages(request) - self._rows.shared_pages(match)
+                else:
+                    need += extra
             if request.in_flight or need > available:
                 if request.blocked_since is None:
                     request.blocked_since = self._step
@@ -303,8 +337,50 @@ class Scheduler:
             request.status = Status.RUNNING
             request.target = request.known
             request.blocked_since = None
-            self._rows.open(request)
+            self._rows.open(request, match)
+            request.admissions += 1
+            if request.cached_tokens is None:
+                request.cached_tokens = min(match.cells, len(request.prompt_token_ids))
             self._plan_chunks(draft, request)
+
+    def _most_cached(self, request: Request) -> int:
+        """Returns how many tokens of a request may come from the cache, short of all it wants."""
+        most = request.known - 1  # the last token's logits are wanted
+        if request.params.prompt_logprobs is not None:
+            most = min(most, request.scored)
+        if request.wants_hidden:
+            most = 0
+        return most
+
+    def _follows(self, request: Request) -> bool:
+        """Whether `request` still waits for what a running one is about to store."""
+        if request.leader is None:
+            return False
+        other, admission, cells = request.leader
+        same = other.status is Status.RUNNING and other.admissions == admission
+        if same and other.stored < cells and other.tip is not None and other.tip.node is not None:
+            return True
+        request.leader = None
+        return False
+
+    def _finds_leader(self, request: Request, match: Match, most: int) -> bool:
+        """Whether a running request is about to store a page more of its tokens than there are.
+
+        So those that arrive together with one prefix compute it once.
+        """
+        if match.node is None:
+            return False
+        for other in self._running.values():
+            tip = other.tip
+            if other.stored >= other.target or tip is None or tip.node is not match.node:
+                continue
+            if tip.offset == match.offset:
+                cells = self._rows.common_tokens(request, other, most)
+                if cells - match.cells >= self._page_size:
+                    last = self._rows.page_end(cells - 1)
+                    request.leader = other, other.admissions, min(last, other.target)
+                    return True
+        return False
 
     def _candidates(self) -> list[Request]:
         """Returns the waiting requests that may start now, in order."""
@@ -319,6 +395,7 @@ class Scheduler:
     def _commit(self, draft: Draft) -> Plan | None:
         """Returns the draft as a plan, and counts its tokens as computed."""
         if not draft.decodes and not draft.pieces:
+            assert not self._rows.copies, "who starts with a copy runs at once"
             return None
         last = [piece for piece in draft.pieces if piece.samples]
         decode_rows = [request.running_row for request in draft.decodes]
@@ -345,6 +422,7 @@ class Scheduler:
             sampled=tuple(sampled),
             rows=(*(piece.row for piece in last), *decode_rows),
             repeat=repeat,
+            copies=self._rows.take_copies(),
         )
         self._step += 1
         return plan

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from engine.batch import BatchShape
 from engine.buckets import Group
-from engine.kv import KVLayout, place_set, place_view
+from engine.kv import KVLayout, copy_pages, place_set, place_view
 from engine.layers import Params
 from engine.logits import Wishes, changed_logits, count_tokens, set_row
 from engine.models.config import ModelConfig
@@ -55,11 +55,15 @@ class StepConfig(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What the body hands to the heads: rows to sample from, and all rows of prompt chunks."""
+    """What the body hands to the heads: rows to sample from, and all rows of prompt chunks.
+
+    broken_B: bool, by row of the chunk group: whether its prompt had a token that is not finite.
+    """
 
     sampled_SD: jax.Array
     row_S: jax.Array
     prompt_CD: jax.Array | None
+    broken_B: jax.Array | None
 
 
 class Tokens(NamedTuple):
@@ -258,17 +262,18 @@ def run_body(
         data=layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer),
     )
     state, x_TD = mark_broken(state, final_norm(params, cfg.model, x_TD), body, parts, fields)
-    prompt_CD, first = None, 0
-    for group in body:
+    prompt_CD, broken_B, first = None, None, 0
+    for group, part in zip(body, fields, strict=True):
         count = group.rows * group.width
         if group.kind != "decode":
             # One shape for the score head, whatever chunk group ran.
             pad = max(0, cfg.score_tokens - count)
             prompt_CD = jnp.pad(x_TD[first : first + count], ((0, pad), (0, 0)))
+            broken_B = state.broken_R[part["row_B"]]
         first += count
     sampled_SD = x_TD.at[sampled["sample_index_S"]].get(mode="promise_in_bounds")
     state = advance(dataclasses.replace(state, pool=pool), body, fields)
-    return state, Hidden(sampled_SD, sampled["sample_row_S"], prompt_CD)
+    return state, Hidden(sampled_SD, sampled["sample_row_S"], prompt_CD, broken_B)
 
 
 def run_head(
@@ -373,6 +378,11 @@ def sampling_rows(state: State, settings: dict[str, jax.Array], row_B: jax.Array
         sample_B=settings["sample"],
         position_B=state.position_R[row_B],
     )
+
+
+def run_copy(state: State, page_2C: jax.Array) -> State:
+    """Returns the state with pages page_2C[0] copied to page_2C[1]; the null page to itself."""
+    return dataclasses.replace(state, pool=copy_pages(state.pool, page_2C[0], page_2C[1]))
 
 
 def run_row(state: State, packed: jax.Array) -> State:

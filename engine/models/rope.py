@@ -80,6 +80,12 @@ class Rope:
         """Whether the angles depend on the final length of the sequence."""
         return self.kind in ("dynamic", "longrope")
 
+    def variant(self, length: int) -> int:
+        """Returns a number that is equal for final lengths with equal angles."""
+        if not self.depends_on_length or length <= self.original_max_position:
+            return 0
+        return length if self.kind == "dynamic" else 1
+
     def inverse_frequencies(self, width: int, length: int = 1) -> np.ndarray:
         """Returns the angle per position of each pair, float64 [width / 2].
 

@@ -166,7 +166,10 @@ def make_bench(config: Any, tokenizer: Tokenizer | None, rows: int) -> Bench:
     tiny = dataclasses.replace(layout, kv_heads=1, cell_width=2, values=(1, 2))
     state = empty_state(tiny, 2, rows + 1, 8, stacked=stacked)
     hidden = Hidden(
-        sampled_SD=jnp.zeros((rows, 8)), row_S=jnp.zeros((rows,), jnp.int32), prompt_CD=None
+        sampled_SD=jnp.zeros((rows, 8)),
+        row_S=jnp.zeros((rows,), jnp.int32),
+        prompt_CD=None,
+        broken_B=None,
     )
     clock = Clock()
     stand_ins = StandIns(clock, state, hidden)

@@ -94,7 +94,9 @@ def same_parameters(one, other) -> None:
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
-def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False) -> Engine:
+def engine_on(
+    llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False, prefix_cache=False
+) -> Engine:
     """Returns a fresh engine on `llm`'s programs, with a pool or token budget of its own."""
     built = llm.built
     layout, shape = built.factory.cfg.layout, built.factory.cfg.shape
@@ -114,6 +116,7 @@ def engine_on(llm: LLM, *, num_pages=None, budget=None, overlap=True, static=Fal
             static=static,
             pinned=llm.config.deterministic,
             decode_steps=llm.config.decode_steps,
+            prefix_cache=prefix_cache,
         )
 
     return Engine(

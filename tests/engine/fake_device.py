@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device of cells: it runs plans by their tables alone, and notices every wrong cell.
 
-Each cell remembers who wrote it: (group, request, position, token). A sampled token is a function
-of the tokens that its query finds through the page tables, group by group, within the windows; so
-a page that is missing, shared, freed early or stale is caught, and the tokens can be predicted.
+Each cell remembers what was written: the group, whose tenant's it is, and all tokens up to its own,
+which its keys and values are a function of. A sampled token is a function of the tokens that its
+query finds through the page tables, group by group, within the windows; so a page that is missing,
+freed early, stale or of another prefix is caught, and the tokens can be predicted.
 """
 
 import dataclasses
@@ -42,6 +43,8 @@ class Setup:
     max_model_len: int = 64
     patience: int = 8
     static: bool = False
+    prefix_cache: bool = False
+    pinned: bool = False
     lag: int = 1  # steps planned before one is read; 0: no overlap
 
     def scheduler(self):
@@ -52,12 +55,14 @@ class Setup:
             max_model_len=self.max_model_len,
             groups=self.groups,
             pool=PagePool(self.num_pages, 1, len(self.groups)),
-            ladder=Ladder(self.max_num_seqs, self.budget),
+            ladder=Ladder(self.max_num_seqs, self.budget, pinned=self.pinned),
             patience=self.patience,
             static=self.static,
+            prefix_cache=self.prefix_cache,
+            pinned=self.pinned,
         )
 
-    def request(self, id, prompt, max_tokens=8, end_ids=(), prompt_logprobs=None):
+    def request(self, id, prompt, max_tokens=8, end_ids=(), prompt_logprobs=None, space=None):
         return Request(
             id=id,
             prompt_token_ids=list(prompt),
@@ -65,6 +70,7 @@ class Setup:
             limit=min(len(prompt) + max_tokens, self.max_model_len),
             seed=0,
             end_ids=end_ids,
+            cache_space=space,
         )
 
     def least_pages(self, length):
@@ -94,7 +100,7 @@ class FakeDevice:
 
     def __init__(self, setup):
         self.setup = setup
-        self.cells = {}  # (page, offset) -> (group, request id, position, token)
+        self.cells = {}  # (page, offset) -> (group, cache space, tokens up to its own)
         self.last_token = {}  # row -> token
         self.position = {}  # row -> its position
         self.sequences = {}  # request id -> tokens, prompt and all sampled
@@ -102,6 +108,9 @@ class FakeDevice:
 
     def run(self, plan, tables):
         """Returns the tokens of `plan.sampled`."""
+        for source, page in plan.copies:
+            for offset in range(self.setup.page_size):
+                self.cells[page, offset] = self.cells.get((source, offset))
         for piece in plan.pieces:
             tokens = piece.request.tokens(piece.start, piece.stop)
             known = piece.request.tokens(0, piece.request.known)
@@ -137,7 +146,8 @@ class FakeDevice:
         for group in range(len(self.setup.groups)):
             page = int(tables[group, row, place])
             assert page != NULL_PAGE, f"position {position} of {request.id} has no page"
-            self.cells[page, offset] = (group, request.id, position, token)
+            tokens = self.sequences[request.id][:position]
+            self.cells[page, offset] = (group, request.cache_space, (*tokens, token))
 
     def read(self, tables, row, request, query):
         """Returns the tokens that `query` sees, by group; fails on a cell of anybody else."""
@@ -150,8 +160,8 @@ class FakeDevice:
                 page = int(tables[group, row, place])
                 assert page != NULL_PAGE, f"query {query} of {request.id} sees a freed page"
                 cell = self.cells.get((page, offset))
-                assert cell == (group, request.id, position, sequence[position])
-                tokens.append(cell[3])
+                assert cell == (group, request.cache_space, tuple(sequence[: position + 1]))
+                tokens.append(cell[2][-1])
             seen.append(tuple(tokens))
         return seen
 
@@ -221,6 +231,7 @@ class Harness:
     def check_state(self):
         scheduler, setup = self.scheduler, self.setup
         scheduler._pool.check()
+        scheduler._rows.tree.check()
         running = [r for r in self.requests if r.status is Status.RUNNING]
         for request in self.requests:
             assert request.computed <= request.length <= request.limit or (
@@ -241,7 +252,8 @@ class Harness:
                 assert not table[len(pages) :].any()
         for group, counts in enumerate(scheduler.stats()["pages"]):
             held = [p for r in running for p in r.pages[group] if p != NULL_PAGE]
-            assert counts["held"] == len(held) == len(set(held))
+            assert counts["held"] == len(set(held))
+            assert setup.prefix_cache or (len(set(held)), counts["cached"]) == (len(held), 0)
 
     def check_results(self):
         """Every request has the tokens and the reason that it has alone."""

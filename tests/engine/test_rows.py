@@ -46,7 +46,7 @@ def test_step_pages_bound_what_any_chunks_hold_and_narrow_steps_hold_the_least(w
         rows, pool = make_rows(groups, page_size)
         bound = rows.least_pages if narrow else rows.step_pages
         request = Setup().request(0, [1] * 60, 0)
-        rows.open(request)
+        rows.open(request, rows.match(request, 0))
         while request.computed < 60:
             rows.drop_passed(request)
             stop = request.computed + rng.randint(1, 16)
@@ -60,7 +60,7 @@ def test_step_pages_bound_what_any_chunks_hold_and_narrow_steps_hold_the_least(w
 def test_rows_show_the_device_what_they_hold_and_nothing_after():
     rows, pool = make_rows((PageGroup(None), PageGroup(5)), page_size=4)
     request = Setup().request(0, [1] * 20, 0)
-    rows.open(request)
+    rows.open(request, rows.match(request, 0))
     assert rows.missing_pages(request, 13) == 8
     rows.extend(request, 13)
     assert rows.missing_pages(request, 16) == 0

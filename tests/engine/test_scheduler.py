@@ -47,17 +47,31 @@ def setups(draw):
         patience=draw(st.sampled_from([0, 1, 8])),
         lag=draw(st.integers(0, 2)),
         static=draw(st.booleans()),
+        prefix_cache=draw(st.sampled_from([True, True, False])),
     )
+
+
+def related_prompt(data, setup, others):
+    """Draws a prompt: a new one, or one that begins as an earlier request's tokens do."""
+    fresh = prompt(data.draw(st.integers(1, setup.max_model_len)), seed=len(others))
+    if not others or data.draw(st.booleans()):
+        return fresh
+    other = data.draw(st.sampled_from(others))
+    tokens = other.prompt_token_ids + other.output_token_ids
+    shared = tokens[: data.draw(st.integers(1, len(tokens)))]
+    return (shared + fresh[: data.draw(st.integers(0, 9))])[: setup.max_model_len]
 
 
 def play(setup, data):
     """Adds, aborts and steps as `data` says, then runs to the end and checks everything."""
     harness = Harness(setup)
     for id in range(data.draw(st.integers(1, 10))):
-        length = data.draw(st.integers(1, setup.max_model_len))
+        ids = related_prompt(data, setup, harness.requests)
+        length = len(ids)
         request = setup.request(
             id,
-            prompt(length, seed=id),
+            ids,
+            space=data.draw(st.sampled_from([None, None, "other"])),
             max_tokens=data.draw(st.integers(0, 40)),
             end_ids=data.draw(st.sampled_from([(), (END,), (END, 5)])),
             prompt_logprobs=data.draw(st.sampled_from([None, 1])),
@@ -79,7 +93,10 @@ def play(setup, data):
     assert harness.scheduler.abort(0) is None
     counts = harness.scheduler.stats()
     assert counts["waiting"] == counts["running"] == 0
-    assert counts["pages"][0]["free"] == setup.num_pages - 1
+    assert (
+        counts["pages"][0]["free"] + sum(c["cached"] for c in counts["pages"])
+        == setup.num_pages - 1
+    )
 
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
@@ -386,7 +403,7 @@ def test_a_decode_already_drafted_is_dropped_when_its_row_is_preempted():
     # Make the later one decode while the earlier one still has chunks, and take all pages but one.
     scheduler._waiting.remove(short)
     short.status, short.target = Status.RUNNING, short.known
-    scheduler._rows.open(short)
+    scheduler._rows.open(short, scheduler._rows.match(short, 0))
     scheduler._running[1] = short
     scheduler._rows.extend(short, 4)
     short.computed, short.in_flight = 2, 1
