@@ -121,9 +121,9 @@ class PagePool:
 
     def share(self, partition: int, group: int, numbers: Sequence[int]) -> None:
         """Makes one more request a holder of `numbers`, which `group` has held or cached."""
-        holders = self._holders[partition]
+        holders, groups = self._holders[partition], self._group[partition]
         for number in numbers:
-            self._check(partition, group, number)
+            assert groups[number] == group, f"page {number} is not of group {group}"
             if holders[number] == 0:
                 self._cached[partition][group] -= 1
                 self._held[partition][group] += 1
@@ -152,26 +152,22 @@ class PagePool:
                 self._set_free(partition, number)
         return cached
 
-    def keep(self, partition: int, group: int, number: int) -> None:
-        """Marks a held page as one that the cache keeps when nobody holds it any more."""
-        self._check(partition, group, number)
-        assert self._holders[partition][number], "only a page that is held can be kept"
-        assert not self._kept[partition][number], "the cache keeps a page in one place"
-        self._kept[partition][number] = 1
+    def keep(self, partition: int, group: int, numbers: Sequence[int]) -> None:
+        """Marks held pages as ones that the cache keeps when nobody holds them any more."""
+        holders, kept, groups = self._holders[partition], self._kept[partition], self._group
+        for number in numbers:
+            assert holders[number] and groups[partition][number] == group, "it is to be held"
+            assert not kept[number], "the cache keeps a page in one place"
+            kept[number] = 1
 
     def drop(self, partition: int, group: int, number: int) -> None:
-        """Ends `keep`; a page that nobody holds is free then."""
-        self._check(partition, group, number)
+        """Ends `keep` of one page; if nobody holds it, it is free then."""
+        assert self._group[partition][number] == group, f"page {number} is not of group {group}"
         assert self._kept[partition][number], "the cache drops what it keeps"
         self._kept[partition][number] = 0
         if not self._holders[partition][number]:
             self._cached[partition][group] -= 1
             self._set_free(partition, number)
-
-    def _check(self, partition: int, group: int, number: int) -> None:
-        assert self._group[partition][number] == group, (
-            f"page {number} of partition {partition} is not of group {group}"
-        )
 
     def _set_free(self, partition: int, number: int) -> None:
         self._group[partition][number] = _FREE

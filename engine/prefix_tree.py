@@ -267,33 +267,39 @@ class PrefixTree:
 
     # Growing
 
-    def insert(self, tip: Tip, key: bytes, pages: Sequence[int]) -> list[int]:
-        """Adds the page behind `tip`, which moves on; returns each group's page of the tree.
+    def insert(
+        self, tip: Tip, keys: list[bytes], pages: list[list[int]]
+    ) -> list[tuple[int, int, int]]:
+        """Adds pages behind `tip`, which moves on.
 
-        pages: the request's own page of each group, NULL_PAGE where it has let go. Where the tree
-        had one, the request is to hold that in place of its own.
+        pages: [group][index], the request's own, NULL_PAGE where it has let go. Returns (group,
+        index, number) where the tree had a page, which the request is to hold in place of its own.
         """
         self._drop_tail(tip)
-        node, offset = tip.node, tip.offset
-        assert node is not None
-        if offset < len(node.keys):
-            if node.keys[offset] == key:
-                tip.offset += 1
-                return self._adopt(node, offset, pages)
-            node = self._split(node, offset)
-        elif child := node.children.get(key):
-            self._move(tip, child, 1)
-            return self._adopt(child, 0, pages)
-        elif node.parent is not None and not node.children:
-            node.keys.append(key)
-            for group, number in enumerate(pages):
-                node.pages[group].append(NULL_PAGE)
-                self._set(node, group, offset, number)
-            tip.offset += 1
-            return list(pages)
-        child = self._add_child(node, key, pages)
-        self._move(tip, child, 1)
-        return list(pages)
+        had: list[tuple[int, int, int]] = []
+        done = 0
+        while done < len(keys):
+            node, offset = tip.node, tip.offset
+            assert node is not None
+            if offset < len(node.keys):
+                count = _common(node.keys[offset:], keys, done, len(keys))
+                if count:
+                    had += self._adopt(node, offset, count, pages, done)
+                    tip.offset += count
+                    done += count
+                    continue
+                node = self._split(node, offset)
+            elif child := node.children.get(keys[done]):
+                self._move(tip, child, 0)
+                continue
+            elif node.parent is not None and not node.children:
+                self._extend(node, keys[done:], [own[done:] for own in pages])
+                tip.offset = len(node.keys)
+                break
+            child = self._add_child(node, keys[done:], [own[done:] for own in pages])
+            self._move(tip, child, len(child.keys))
+            break
+        return had
 
     def put_tail(self, tip: Tip, key: bytes, pages: Sequence[int]) -> None:
         """Leaves a page that is not full behind `tip`, to be copied, unless one there will do."""
@@ -305,7 +311,7 @@ class PrefixTree:
             return
         if tip.offset < len(node.keys):
             node = self._split(node, tip.offset)
-        tip.tail = self._add_child(node, key, pages)
+        tip.tail = self._add_child(node, [key], [[number] for number in pages])
 
     def detach(self, tip: Tip) -> None:
         """Ends a request's place without a trace: what follows is not to be kept."""
@@ -316,22 +322,36 @@ class PrefixTree:
             self._push_if_leaf(node)
             self._prune_root(node)
 
-    def _adopt(self, node: Node, index: int, pages: Sequence[int]) -> list[int]:
-        """Gives the node the pages that it lacks; returns its own."""
-        result = []
-        for group, number in enumerate(pages):
-            own = node.pages[group][index]
-            if own == NULL_PAGE:
-                self._set(node, group, index, number)
-            result.append(own or number)
-        return result
+    def _adopt(
+        self, node: Node, offset: int, count: int, pages: list[list[int]], done: int
+    ) -> list[tuple[int, int, int]]:
+        """Gives a run the pages that it lacks; returns those that it had, as `insert` does."""
+        had = []
+        for group, own in enumerate(pages):
+            run = node.pages[group]
+            for index in range(count):
+                number = run[offset + index]
+                if number != NULL_PAGE:
+                    had.append((group, done + index, number))
+                elif own[done + index] != NULL_PAGE:
+                    run[offset + index] = own[done + index]
+                    self._keep(node, group, [own[done + index]])
+        return had
 
-    def _set(self, node: Node, group: int, index: int, number: int) -> None:
-        node.pages[group][index] = number
-        if number != NULL_PAGE:
-            self._pool.keep(0, group, number)
-            if self._groups[group].window is not None:
-                self._node_of[number] = node
+    def _extend(self, node: Node, keys: list[bytes], pages: list[list[int]]) -> None:
+        """Adds pages to the end of a run."""
+        node.keys += keys
+        for group, numbers in enumerate(pages):
+            node.pages[group] += numbers
+            self._keep(node, group, numbers)
+
+    def _keep(self, node: Node, group: int, numbers: list[int]) -> None:
+        if self._groups[group].window is None:
+            self._pool.keep(0, group, numbers)
+            return
+        present = [number for number in numbers if number != NULL_PAGE]
+        self._pool.keep(0, group, present)
+        self._node_of.update(dict.fromkeys(present, node))
 
     def _unset(self, node: Node, group: int, index: int) -> None:
         number = node.pages[group][index]
@@ -344,14 +364,13 @@ class PrefixTree:
             self._loose.pop(number, None)
             self._stale.pop(number, None)
 
-    def _add_child(self, node: Node, key: bytes, pages: Sequence[int]) -> Node:
+    def _add_child(self, node: Node, keys: list[bytes], pages: list[list[int]]) -> Node:
         start = node.start + len(node.keys)
-        child = Node(node, start, [key], [[NULL_PAGE] for _ in pages], used=node.used)
-        node.children[key] = child
-        insort(node.order, key)
+        child = Node(node, start, [], [[] for _ in pages], used=node.used)
+        self._extend(child, keys, pages)
+        node.children[keys[0]] = child
+        insort(node.order, keys[0])
         self._num_nodes += 1
-        for group, number in enumerate(pages):
-            self._set(child, group, 0, number)
         return child
 
     def _drop_tail(self, tip: Tip) -> None:

@@ -139,10 +139,15 @@ class Rows:
             grain = max(self._page_size, self._chunk)
             most = min(most, len(request.prompt_token_ids)) // grain * grain
         size, keys = self._page_size, request.page_keys
-        for start in range(len(keys) * size, request.known - size + 1, size):
-            keys.append(page_key(request.tokens(start, start + size)))
+        self._add_keys(request, request.known // size)
         rest = page_key(request.tokens(len(keys) * size, request.known))
         return self.tree.match(request.cache_space, keys, rest, most)
+
+    def _add_keys(self, request: Request, places: int) -> None:
+        """Brings the keys of a request up to so many pages."""
+        keys, size = request.page_keys, self._page_size
+        for start in range(len(keys) * size, places * size, size):
+            keys.append(page_key(request.tokens(start, start + size)))
 
     def shared_pages(self, match: Match) -> int:
         """Returns how many pages of a match others hold, so that they take none from the pool."""
@@ -271,15 +276,14 @@ class Rows:
         if tip is None or tip.node is None:
             request.seal_at = _NEVER
             return
-        for place in range(request.sealed, self._stored(request) // size):
-            start, keys = place * size, request.page_keys
-            if place == len(keys):
-                keys.append(page_key(request.tokens(start, start + size)))
-            own = [pages[place] for pages in request.pages]
-            for group, number in enumerate(self.tree.insert(tip, keys[place], own)):
-                if number != own[group] != NULL_PAGE:
-                    self._replace(request, group, place, number)
-            request.sealed = place + 1
+        first, last = request.sealed, self._stored(request) // size
+        if first < last:
+            self._add_keys(request, last)
+            own = [pages[first:last] for pages in request.pages]
+            for group, index, number in self.tree.insert(tip, request.page_keys[first:last], own):
+                if number != own[group][index] != NULL_PAGE:
+                    self._replace(request, group, first + index, number)
+            request.sealed = last
         if request.stored >= request.target and not self._pinned:
             request.seal_at = (request.sealed + 1) * size + 1 - len(request.prompt_token_ids)
 
