@@ -173,6 +173,10 @@ class PagePool:
         self._group[partition][number] = _FREE
         self._free[partition].append(number)
 
+    def kept(self, partition: int) -> set[int]:
+        """Returns the pages that the cache keeps."""
+        return {number for number, is_kept in enumerate(self._kept[partition]) if is_kept}
+
     def held(self) -> Iterator[Handle]:
         """Yields the handle of every held page."""
         for partition, holders in enumerate(self._holders):
@@ -201,3 +205,40 @@ class PagePool:
             assert total == self.num_pages, (
                 f"partition {partition} accounts for {total} of {self.num_pages} pages"
             )
+
+
+class FilePool(PagePool):
+    """Pages on disk, several in a file: a page that was dropped is free when its whole file is.
+
+    `dead`: the pages of files that may be deleted, which whoever deletes them takes out.
+    """
+
+    def __init__(self, num_pages: int, num_groups: int):
+        super().__init__(num_pages, 1, num_groups)
+        self._file: dict[int, list[int]] = {}
+        self._live: dict[int, int] = {}  # pages that are not dropped, by the file's first page
+        self._dropped: set[int] = set()
+        self.dead: list[list[int]] = []
+
+    def put_together(self, numbers: list[int]) -> None:
+        """Notes that pages are in one file."""
+        self._file.update(dict.fromkeys(numbers, numbers))
+        self._live[numbers[0]] = len(numbers)
+
+    def drop(self, partition: int, group: int, number: int) -> None:
+        """Ends `keep` of one page, once all of its file are dropped."""
+        file = self._file[number]
+        self._dropped.add(number)
+        self._live[file[0]] -= 1
+        if self._live[file[0]]:
+            return
+        del self._live[file[0]]
+        for other in file:
+            del self._file[other]
+            self._dropped.remove(other)
+            super().drop(partition, self._group[partition][other], other)
+        self.dead.append(file)
+
+    def kept(self, partition: int) -> set[int]:
+        """Returns the pages that the cache keeps, and has not dropped."""
+        return super().kept(partition) - self._dropped

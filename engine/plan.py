@@ -4,6 +4,7 @@
 import dataclasses
 
 from engine.buckets import Body
+from engine.prefix_cache import Load, Move, Save
 from engine.request import Request
 
 
@@ -33,8 +34,8 @@ class Plan:
     """One step. `decodes`: requests with one more token, whose last one is on the device.
 
     `sampled`: the request of each token drawn, of pieces first, then of decodes; `rows`: its row.
-    A plan of decodes alone may run `repeat` times in one dispatch. `copies`: (page, page) pairs,
-    the first to be copied to the second before the step.
+    A plan of decodes alone may run `repeat` times in one dispatch. `moves`: what is to be done with
+    pages before it, in order.
     """
 
     step: int
@@ -44,7 +45,7 @@ class Plan:
     sampled: tuple[Request, ...]
     rows: tuple[int, ...]
     repeat: int = 1
-    copies: tuple[tuple[int, int], ...] = ()
+    moves: tuple[Move | Save | Load, ...] = ()
 
 
 @dataclasses.dataclass
@@ -56,6 +57,7 @@ class Draft:
     decodes: list[Request] = dataclasses.field(default_factory=list)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     preempted: bool = False
+    lifted: int = 0  # pages that were brought up to the device
 
     def drop(self, request: Request) -> None:
         """Takes back what was drafted for `request`; its share of the budget stays unused."""

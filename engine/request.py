@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-    from engine.prefix_tree import Tip
+    from engine.radix import Tip
 
 from engine.params import HEADS, SamplingParams
 

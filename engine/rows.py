@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.pages import NULL_PAGE, PageGroup, PagePool
-from engine.prefix_tree import Match, PrefixTree, Tip, common_tokens, page_key
+from engine.prefix_cache import DEVICE, DISK, Load, Match, Move, PrefixCache, Save
+from engine.radix import Tip, common_tokens, page_key
 from engine.request import Request
 
 _PARTITION = 0  # the scheduler plans one partition
@@ -22,10 +23,9 @@ class Rows:
     place p of a table holds cells p * page_size and on. A windowed group frees a page once no
     later query sees any of its cells; the places keep their numbers.
 
-    With `prefix_cache`, a row begins with the pages that the tree has of its request, and gives it
-    each page that is full once the step that filled it was read, so that nothing of a step that
-    failed is kept. Without, nothing is in the tree.
-    `copies`: pairs (page, page of the row) to be copied before the next step, by request.
+    With `prefix_cache`, a row begins with the pages that the cache has of its request, and gives
+    it each page that is full once the step that filled it was read, so that nothing of a step that
+    failed is kept. Without, nothing is kept. `lower`: the pools of the tiers below the device.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Rows:
         chunk: int = 1,
         pinned: bool = False,
         prefix_cache: bool = False,
+        lower: Sequence[PagePool] = (),
     ):
         assert pool.num_partitions == 1, "pages of one request over partitions are not planned"
         self._page_size = page_size
@@ -50,8 +51,8 @@ class Rows:
         self._chunk = chunk
         self._pinned = pinned
         self._prefix_cache = prefix_cache
-        self.tree = PrefixTree(groups, page_size, pool)
-        self.copies: dict[Request, list[tuple[int, int]]] = {}
+        self.cache = PrefixCache(groups, page_size, (pool, *lower))
+        self._copies: dict[Request, list[Move]] = {}
         self._pins: list[tuple[Tip, list[int]]] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._passed = [[0] * max_num_seqs for _ in groups]  # places freed, by group and row
@@ -131,17 +132,24 @@ class Rows:
         """Returns the first cell after the page of `cell`."""
         return (cell // self._page_size + 1) * self._page_size
 
-    def match(self, request: Request, most: int) -> Match:
-        """Returns what the tree has of the known tokens of `request`, at most `most` of them."""
+    def match(self, request: Request, most: int, deepest: int = DISK) -> Match:
+        """Returns what the cache has of the known tokens of `request`, at most `most` of them.
+
+        Of the tiers down to `deepest`.
+        """
         if not self._prefix_cache or most <= 0:
-            return Match(None, 0, [[] for _ in self._groups], 0, None)
+            return self.cache.nothing()
         if self._pinned:  # a chunk begins where chunks begin, and no part of a page is copied
             grain = max(self._page_size, self._chunk)
             most = min(most, len(request.prompt_token_ids)) // grain * grain
         size, keys = self._page_size, request.page_keys
         self._add_keys(request, request.known // size)
         rest = page_key(request.tokens(len(keys) * size, request.known))
-        return self.tree.match(request.cache_space, keys, rest, most)
+        return self.cache.match(request.cache_space, keys, rest, most, deepest)
+
+    def lift(self, match: Match, most: int) -> tuple[int, bool]:
+        """Brings up what a match has below the device; see `PrefixCache.lift`."""
+        return self.cache.lift(match, most)
 
     def _add_keys(self, request: Request, places: int) -> None:
         """Brings the keys of a request up to so many pages."""
@@ -153,16 +161,19 @@ class Rows:
         """Returns how many pages of a match others hold, so that they take none from the pool."""
         return sum(
             number != NULL_PAGE and self._pool.is_held(_PARTITION, number)
+            for node, count in match.path
+            if node.tier == DEVICE
             for pages in match.pages
-            for number in pages
+            for number in pages[node.start : node.start + count]
         )
 
     def source_pages(self, match: Match) -> int:
         """Returns how many pages nobody holds are pinned while part of a page is copied."""
         assert match.source is not None
         node, index = match.source
-        numbers = [pages[index] for pages in node.pages]
-        return sum(not self._pool.is_held(_PARTITION, number) for number in numbers)
+        numbers = [pages[index] for pages in node.nearest]
+        below = node.tier != DEVICE
+        return sum(below or not self._pool.is_held(_PARTITION, number) for number in numbers)
 
     def common_tokens(self, request: Request, other: Request, most: int) -> int:
         """Returns how many of `most` tokens of `request` the cache has once `other` is computed.
@@ -193,25 +204,28 @@ class Rows:
         for group, pages in enumerate(match.pages):
             passed = min(places, self._groups[group].first_cell(match.cells) // self._page_size)
             self._passed[group][row] = passed
-            self.tree.hold(group, pages[passed:])
+            self.cache.hold(group, pages[passed:])
             self.tables[group, row, :places] = pages
         if self._prefix_cache:
-            request.tip = self.tree.enter(request.cache_space, match)
+            request.tip = self.cache.enter(request.cache_space, match)
         if match.source is not None:
-            pin = self.tree.pin(match.source)
+            pin = self.cache.pin(match.source)
             self._pins.append(pin)
             self.extend(request, match.cells)
             own = [pages[places] for pages in request.pages]
-            self.copies[request] = list(zip(pin[1], own, strict=True))
+            copies = [Move("copy", *pair) for pair in zip(pin[1], own, strict=True)]
+            self._copies[request] = copies
+            self.cache.moves += copies
 
-    def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """Returns, once, the pages to be copied before the step that is planned now."""
-        copies = tuple(pair for pairs in self.copies.values() for pair in pairs)
-        self.copies.clear()
+    def take_moves(self) -> tuple[Move | Save | Load, ...]:
+        """Returns, once, what is to be moved before the step that is planned now, in order."""
+        moves = tuple(self.cache.moves)
+        self.cache.moves.clear()
+        self._copies.clear()
         for pin in self._pins:
-            self.tree.unpin(*pin)
+            self.cache.unpin(*pin)
         self._pins.clear()
-        return copies
+        return moves
 
     def missing_pages(self, request: Request, cells: int) -> int:
         """Returns the pages to take until `request` has `cells` cells in every group."""
@@ -224,7 +238,7 @@ class Rows:
         for group, pages in enumerate(request.pages):
             held = len(pages)
             if places > held:
-                self.tree.make_room(places - held)
+                self.cache.make_room(places - held)
                 pages += self._pool.take(_PARTITION, group, places - held)
                 self.tables[group, row, held:places] = pages[held:]
         self._set_quiet(request)
@@ -240,7 +254,7 @@ class Rows:
             passed = self._passed[group][row]
             first = self._groups[group].first_cell(request.computed) // self._page_size
             if first > passed:
-                self.tree.let_go(group, pages[passed:first])
+                self.cache.let_go(group, pages[passed:first])
                 pages[passed:first] = [NULL_PAGE] * (first - passed)
                 self.tables[group, row, passed:first] = NULL_PAGE
                 self._passed[group][row] = first
@@ -271,7 +285,7 @@ class Rows:
             self._put_tail(request)  # for others that wait for the same prompt
 
     def seal(self, request: Request) -> None:
-        """Gives the tree the pages of a row that are full."""
+        """Gives the cache the pages of a row that are full."""
         tip, size = request.tip, self._page_size
         if tip is None or tip.node is None:
             request.seal_at = _NEVER
@@ -280,7 +294,7 @@ class Rows:
         if first < last:
             self._add_keys(request, last)
             own = [pages[first:last] for pages in request.pages]
-            for group, index, number in self.tree.insert(tip, request.page_keys[first:last], own):
+            for group, index, number in self.cache.insert(tip, request.page_keys[first:last], own):
                 if number != own[group][index] != NULL_PAGE:
                     self._replace(request, group, first + index, number)
             request.sealed = last
@@ -288,9 +302,9 @@ class Rows:
             request.seal_at = (request.sealed + 1) * size + 1 - len(request.prompt_token_ids)
 
     def _replace(self, request: Request, group: int, place: int, number: int) -> None:
-        """Lets a row share the tree's page in place of its own."""
-        self.tree.hold(group, [number])
-        self.tree.let_go(group, [request.pages[group][place]])
+        """Lets a row share the cache's page in place of its own."""
+        self.cache.hold(group, [number])
+        self.cache.let_go(group, [request.pages[group][place]])
         request.pages[group][place] = number
         self.tables[group, request.running_row, place] = number
 
@@ -311,30 +325,36 @@ class Rows:
         tip = request.tip
         if tip is not None and tip.node is not None and start < stop and not self._pinned:
             pages = [pages[request.sealed] for pages in request.pages]
-            self.tree.put_tail(tip, page_key(request.tokens(start, stop)), pages)
+            self.cache.put_tail(tip, page_key(request.tokens(start, stop)), pages)
 
     def forget(self, request: Request) -> None:
         """Keeps nothing more of a row: its numbers are not sound."""
         if request.tip is not None:
-            self.tree.detach(request.tip)
+            self.cache.detach(request.tip)
 
-    def close(self, request: Request) -> None:
+    def close(self, request: Request, park: int = 0) -> None:
         """Frees the row and pages of `request`; what of them is full, the cache keeps.
+
+        Up to `park` pages of that are copied to the host at once.
 
         Steps planned before may still write to them: the device runs steps in order, so whoever
         takes the pages next writes after that.
         """
         row = request.running_row
-        self.copies.pop(request, None)
+        for copy in self._copies.pop(request, ()):
+            self.cache.moves.remove(copy)
         self.seal(request)
         self._put_tail(request)
         for group, pages in enumerate(request.pages):
-            self.tree.let_go(group, pages[self._passed[group][row] :][::-1])
+            self.cache.let_go(group, pages[self._passed[group][row] :][::-1])
             self.tables[group, row, : len(pages)] = NULL_PAGE
             self._passed[group][row] = 0
         self.lengths[:, row] = 0
         if request.tip is not None:
-            self.tree.leave(request.tip)
+            last = request.tip.tail or request.tip.node
+            if park and last is not None:
+                self.cache.park(last, park)
+            self.cache.leave(request.tip)
             request.tip = None
         request.pages = [[] for _ in self._groups]
         request.quiet_cells = 0

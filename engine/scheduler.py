@@ -2,7 +2,7 @@
 """Which tokens run in the next step. Knows integers: no clock, no device, no model."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +12,13 @@ from engine.buckets import Ladder
 from engine.pages import PageGroup, PagePool
 from engine.params import NO_TOKEN, NOT_FINITE
 from engine.plan import Draft, Piece, Plan, make_piece
-from engine.prefix_tree import Match
+from engine.prefix_cache import DEVICE, DISK, Load, Match, Move, PrefixCache, Save
 from engine.request import Request, Status
 from engine.rows import Rows
 
 __all__ = ["Piece", "Plan", "Scheduler"]
+
+_MOVES_A_STEP = 64  # pages that come up or are parked in a step, so that others keep their pace
 
 
 class Scheduler:
@@ -59,6 +61,8 @@ class Scheduler:
         pinned: bool = False,
         decode_steps: int = 1,
         prefix_cache: bool = False,
+        lower: Sequence[PagePool] = (),
+        preemption: str = "recompute",
     ):
         self._budget = max_num_batched_tokens
         self._page_size = page_size
@@ -82,7 +86,9 @@ class Scheduler:
             chunk=ladder.width,
             pinned=pinned,
             prefix_cache=prefix_cache,
+            lower=lower,
         )
+        self._park = _MOVES_A_STEP if preemption == "park" else 0
         self._lookahead = max_num_seqs  # of waiting requests, so a step's work is bounded
         self._requests: dict[int, Request] = {}
         self._running: dict[int, Request] = {}  # in order of admission
@@ -91,6 +97,7 @@ class Scheduler:
         self._last_id: int | None = None
         self._step = 0
         self._preemptions = 0
+        self._counts: Counter[str] = Counter()
 
     @property
     def tables(self) -> np.ndarray:
@@ -116,6 +123,7 @@ class Scheduler:
             "preemptions": self._preemptions,
             "steps": self._step,
             "pages": [count._asdict() for count in counts],
+            "cache": {**self._counts, **self._rows.cache.stats()},
         }
 
     def running(self) -> list[Request]:
@@ -179,6 +187,15 @@ class Scheduler:
         if self._pinned and not draft.pieces:
             self._plan_decodes(draft)
         return self._commit(draft)
+
+    def take_moves(self) -> tuple[Move | Save | Load, ...]:
+        """Returns, once, what is to be moved though no step is planned."""
+        return self._rows.take_moves()
+
+    @property
+    def cache(self) -> PrefixCache:
+        """What is kept of requests, ended ones too."""
+        return self._rows.cache
 
     def update(
         self, plan: Plan, tokens: Sequence[int], broken: Sequence[int] = ()
@@ -282,7 +299,7 @@ class Scheduler:
     def _preempt(self, draft: Draft, victim: Request) -> None:
         draft.preempted = True
         draft.drop(victim)
-        self._rows.close(victim)
+        self._rows.close(victim, self._park)
         del self._running[victim.id]
         if victim.prefills or victim.decodes:  # else all is planned, and it only waits for reads
             victim.preemptions += 1
@@ -312,36 +329,70 @@ class Scheduler:
                 continue
             if self._follows(request):
                 continue
-            most = self._most_cached(request)
-            match = self._rows.match(request, most)
-            if self._finds_leader(request, match, most):
-                continue
-            need = self._rows.admission_pages(request) - self._rows.shared_pages(match)
-            if match.source is not None:
-                extra = self._rows.source_pages(match)
-                if need + extra > available:
-                    size = self._page_size
-                    match = self._rows.match(request, match.cells // size * size)
-                    need = self._rows.admission_pages(request) - self._rows.shared_pages(match)
-                else:
-                    need += extra
-            if request.in_flight or need > available:
+            match, need = self._rows.match(request, 0), available + 1
+            if not request.in_flight:
+                match, need = self._cached(request, available)
+            if need > available:
                 if request.blocked_since is None:
                     request.blocked_since = self._step
                 if self._step - request.blocked_since >= self._patience:
                     break
                 continue
+            if self._finds_leader(request, match):
+                continue
+            if match.low:
+                if not self._lifts(draft, request, match):
+                    continue
+                # What could not be brought up is computed.
+                match, need = self._cached(request, available, DEVICE)
+                if need > available:
+                    continue
             available -= need
-            self._waiting.remove(request)
-            self._running[request.id] = request
-            request.status = Status.RUNNING
-            request.target = request.known
-            request.blocked_since = None
-            self._rows.open(request, match)
-            request.admissions += 1
-            if request.cached_tokens is None:
-                request.cached_tokens = min(match.cells, len(request.prompt_token_ids))
-            self._plan_chunks(draft, request)
+            self._start(draft, request, match)
+
+    def _start(self, draft: Draft, request: Request, match: Match) -> None:
+        """Gives a waiting request a row, and plans its first chunks."""
+        self._waiting.remove(request)
+        self._running[request.id] = request
+        request.status = Status.RUNNING
+        request.target = request.known
+        request.blocked_since = None
+        self._rows.open(request, match)
+        request.admissions += 1
+        if request.cached_tokens is None:
+            request.cached_tokens = min(match.cells, len(request.prompt_token_ids))
+            self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+            self._counts["hit_tokens"] += request.cached_tokens
+            self._counts["hits"] += match.cells > 0
+        else:
+            self._counts["resumed_tokens"] += match.cells
+        self._counts["copied_pages"] += len(self._groups) * (match.source is not None)
+        self._plan_chunks(draft, request)
+
+    def _cached(self, request: Request, available: int, deepest: int = DISK) -> tuple[Match, int]:
+        """Returns what the cache has of a request, and the pages that it needs beside."""
+        most, rows = self._most_cached(request), self._rows
+        match = rows.match(request, most, deepest)
+        need = rows.admission_pages(request) - rows.shared_pages(match)
+        if match.source is None:
+            return match, need
+        # What is copied from is held until it is, beside all that the request needs.
+        extra = rows.source_pages(match)
+        if need + extra <= available:
+            return match, need + extra
+        whole = match.cells // self._page_size * self._page_size
+        match = rows.match(request, whole, deepest)
+        return match, rows.admission_pages(request) - rows.shared_pages(match)
+
+    def _lifts(self, draft: Draft, request: Request, match: Match) -> bool:
+        """Whether all of a match is on the device, or as much as can be, after a few moves."""
+        most = _MOVES_A_STEP - draft.lifted if self._running else 1 << 30
+        if most <= 0:
+            return False
+        taken, is_coming = self._rows.lift(match, most)
+        draft.lifted += taken
+        again = self._rows.match(request, match.cells)
+        return not again.low or not (taken or is_coming)
 
     def _most_cached(self, request: Request) -> int:
         """Returns how many tokens of a request may come from the cache, short of all it wants."""
@@ -363,19 +414,17 @@ class Scheduler:
         request.leader = None
         return False
 
-    def _finds_leader(self, request: Request, match: Match, most: int) -> bool:
+    def _finds_leader(self, request: Request, match: Match) -> bool:
         """Whether a running request is about to store a page more of its tokens than there are.
 
         So those that arrive together with one prefix compute it once.
         """
-        if match.node is None:
-            return False
         for other in self._running.values():
             tip = other.tip
-            if other.stored >= other.target or tip is None or tip.node is not match.node:
+            if tip is None or other.stored >= other.target:
                 continue
-            if tip.offset == match.offset:
-                cells = self._rows.common_tokens(request, other, most)
+            if self._rows.cache.stands_at(tip, request.cache_space, match):
+                cells = self._rows.common_tokens(request, other, self._most_cached(request))
                 if cells - match.cells >= self._page_size:
                     last = self._rows.page_end(cells - 1)
                     request.leader = other, other.admissions, min(last, other.target)
@@ -395,7 +444,6 @@ class Scheduler:
     def _commit(self, draft: Draft) -> Plan | None:
         """Returns the draft as a plan, and counts its tokens as computed."""
         if not draft.decodes and not draft.pieces:
-            assert not self._rows.copies, "who starts with a copy runs at once"
             return None
         last = [piece for piece in draft.pieces if piece.samples]
         decode_rows = [request.running_row for request in draft.decodes]
@@ -422,7 +470,7 @@ class Scheduler:
             sampled=tuple(sampled),
             rows=(*(piece.row for piece in last), *decode_rows),
             repeat=repeat,
-            copies=self._rows.take_copies(),
+            moves=self._rows.take_moves(),
         )
         self._step += 1
         return plan

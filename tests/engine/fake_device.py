@@ -8,11 +8,13 @@ freed early, stale or of another prefix is caught, and the tokens can be predict
 """
 
 import dataclasses
+import random
 from collections import deque
 
 from engine.buckets import Ladder
-from engine.pages import NULL_PAGE, PageGroup, PagePool
+from engine.pages import NULL_PAGE, FilePool, PageGroup, PagePool
 from engine.params import SamplingParams
+from engine.prefix_cache import Load, Save
 from engine.request import Request, Status
 from engine.scheduler import Scheduler
 
@@ -45,6 +47,9 @@ class Setup:
     static: bool = False
     prefix_cache: bool = False
     pinned: bool = False
+    host_pages: int = 0  # 0: no such tier
+    disk_pages: int = 0
+    preemption: str = "recompute"
     lag: int = 1  # steps planned before one is read; 0: no overlap
 
     def scheduler(self):
@@ -60,7 +65,13 @@ class Setup:
             static=self.static,
             prefix_cache=self.prefix_cache,
             pinned=self.pinned,
+            lower=self.lower_pools(),
+            preemption=self.preemption,
         )
+
+    def lower_pools(self):
+        pools = [PagePool(self.host_pages, 1, len(self.groups))] if self.host_pages else []
+        return [*pools, FilePool(self.disk_pages, len(self.groups))] if self.disk_pages else pools
 
     def request(self, id, prompt, max_tokens=8, end_ids=(), prompt_logprobs=None, space=None):
         return Request(
@@ -101,6 +112,8 @@ class FakeDevice:
     def __init__(self, setup):
         self.setup = setup
         self.cells = {}  # (page, offset) -> (group, cache space, tokens up to its own)
+        self.slots, self.disk = {}, {}  # number -> the cells of a page
+        self.loads = []  # asked for from disk, not delivered yet
         self.last_token = {}  # row -> token
         self.position = {}  # row -> its position
         self.sequences = {}  # request id -> tokens, prompt and all sampled
@@ -108,14 +121,14 @@ class FakeDevice:
 
     def run(self, plan, tables):
         """Returns the tokens of `plan.sampled`."""
-        for source, page in plan.copies:
-            for offset in range(self.setup.page_size):
-                self.cells[page, offset] = self.cells.get((source, offset))
+        self.move(plan.moves)
         for piece in plan.pieces:
             tokens = piece.request.tokens(piece.start, piece.stop)
             known = piece.request.tokens(0, piece.request.known)
             sequence = self.sequences.setdefault(piece.request.id, known)
             assert sequence[: len(known)] == known
+            if self.setup.pinned:  # what was drawn before is drawn again
+                del sequence[len(known) :]
             assert len(sequence) == len(known), "chunks run only when all tokens are read"
             for position, token in enumerate(tokens, piece.start):
                 self.write(tables, piece.row, piece.request, position, token)
@@ -140,6 +153,27 @@ class FakeDevice:
             self.last_token[row] = token
             drawn.append(token)
         return drawn
+
+    def page(self, number):
+        return [self.cells.get((number, offset)) for offset in range(self.setup.page_size)]
+
+    def move(self, moves):
+        """Moves pages between device, slots and disk, in order."""
+        for move in moves:
+            if isinstance(move, Load):
+                self.loads.append(move)
+            elif isinstance(move, Save):
+                for _, _, slot, number in move.entries:
+                    self.disk[number] = self.slots[slot]
+            elif move.kind == "park":
+                self.slots[move.target] = self.page(move.source)
+            else:
+                page = self.slots[move.source] if move.kind == "restore" else self.page(move.source)
+                self.cells |= {(move.target, offset): cell for offset, cell in enumerate(page)}
+
+    def deliver(self, load):
+        for number, slot in zip(load.numbers, load.slots, strict=True):
+            self.slots[slot] = self.disk[number]
 
     def write(self, tables, row, request, position, token):
         place, offset = divmod(position, self.setup.page_size)
@@ -179,6 +213,7 @@ class Harness:
         self.unread = deque()
         self.requests = []
         self.plans = 0
+        self.random = random.Random(0)
 
     def add(self, request):
         self.scheduler.add(request)
@@ -187,19 +222,33 @@ class Harness:
     def step(self):
         """Returns the plan that ran, or None."""
         plan = self.scheduler.schedule()
-        self.scheduler.drain()
+        ended = self.scheduler.drain()
         if plan is not None:
             self.plans += 1
             self.check_plan(plan)
             tokens = self.device.run(plan, self.scheduler.tables.copy())
             self.unread.append((plan, tokens))
-        elif not self.unread:
-            assert not self.scheduler.has_work, "nothing runs, nothing is read: stuck"
+        else:
+            moves = self.scheduler.take_moves()
+            self.device.move(moves)
+            if not (self.unread or self.device.loads or moves or ended):
+                assert not self.scheduler.has_work, "nothing runs, nothing is read: stuck"
         self.check_state()
+        self.finish_loads(all=plan is None)
         while self.unread and (len(self.unread) > self.setup.lag or plan is None):
             self.scheduler.update(*self.unread.popleft())
             self.check_state()
         return plan
+
+    def finish_loads(self, all=False):
+        """Delivers what was asked for from disk: some of it, whole or damaged, or all."""
+        while self.device.loads and (all or self.random.random() < 0.5):
+            load = self.device.loads.pop(0)
+            is_whole = self.random.random() < 0.9
+            if is_whole:
+                self.device.deliver(load)
+            self.scheduler.cache.loaded(load.ticket, is_whole)
+            self.check_state()
 
     def run(self, max_steps=5000):
         while self.scheduler.has_work:
@@ -208,7 +257,7 @@ class Harness:
 
     def check_plan(self, plan):
         setup = self.setup
-        ladder = Ladder(setup.max_num_seqs, setup.budget)
+        ladder = Ladder(setup.max_num_seqs, setup.budget, pinned=setup.pinned)
         tokens = sum(p.stop - p.start for p in plan.pieces) + len(plan.decodes)
         assert 0 < tokens <= setup.budget
         assert len(plan.pieces) <= ladder.pieces
@@ -231,7 +280,7 @@ class Harness:
     def check_state(self):
         scheduler, setup = self.scheduler, self.setup
         scheduler._pool.check()
-        scheduler._rows.tree.check()
+        scheduler.cache.check()
         running = [r for r in self.requests if r.status is Status.RUNNING]
         for request in self.requests:
             assert request.computed <= request.length <= request.limit or (

@@ -47,8 +47,22 @@ def setups(draw):
         patience=draw(st.sampled_from([0, 1, 8])),
         lag=draw(st.integers(0, 2)),
         static=draw(st.booleans()),
-        prefix_cache=draw(st.sampled_from([True, True, False])),
+        **draw(tiers()),
     )
+
+
+@st.composite
+def tiers(draw):
+    """Draws what is kept, and where."""
+    if draw(st.integers(0, 4)) == 0:
+        return {}
+    host = draw(st.sampled_from([0, 3, 12, 60]))
+    return {
+        "prefix_cache": True,
+        "host_pages": host,
+        "disk_pages": draw(st.sampled_from([0, 5, 40])) if host else 0,
+        "preemption": draw(st.sampled_from(["recompute", "park"])),
+    }
 
 
 def related_prompt(data, setup, others):
