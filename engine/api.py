@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.build import build_engine
+from engine.cache_control import CacheControl
 from engine.chat import ChatEncoder, Conversation, as_conversations
 from engine.config import EngineConfig
 from engine.models.oracle import forward_jit
@@ -65,8 +66,22 @@ class LLM:
             eos_ids=built.model.eos_ids,
             seed=self.config.seed,
         )
+        self.cache = CacheControl(self.engine, built.fingerprint, built.factory.slot())
         self.chats = ChatEncoder(self.tokenizer)
         self.default_params = built.default_params
+
+    def close(self) -> None:
+        """Ends the engine; with `disk_cache_dir`, all that is kept is there for the next start.
+
+        So does leaving a `with` statement on the LLM.
+        """
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def generate(
         self,

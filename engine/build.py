@@ -2,8 +2,11 @@
 """From an EngineConfig to a running Engine: the choices made at start, in order."""
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +17,8 @@ from engine.batch import BatchShape
 from engine.buckets import Ladder
 from engine.config import EngineConfig
 from engine.deterministic import check_rows
+from engine.disk_cache import DiskCache
+from engine.fingerprint import kv_fingerprint
 from engine.kv import KVLayout, kv_layout
 from engine.loading import (
     Model,
@@ -26,9 +31,11 @@ from engine.loading import (
 )
 from engine.log import logger
 from engine.loop import Engine
-from engine.memory import check_pages, default_pages
+from engine.memo import Memo
+from engine.memory import available_bytes, check_pages, default_pages
 from engine.models.tree import fuse
-from engine.pages import PagePool
+from engine.mover import Mover
+from engine.pages import FilePool, PagePool
 from engine.params import SamplingParams
 from engine.program_store import ProgramStore
 from engine.programs import ProgramFactory, build_programs
@@ -47,6 +54,7 @@ class Built:
     max_model_len: int
     ladder: Ladder
     factory: ProgramFactory
+    fingerprint: Callable[[], str]  # of what the numbers in pages depend on
     store: ProgramStore
     default_params: SamplingParams
     phases: dict[str, float]  # seconds of the start, by phase, in order
@@ -99,13 +107,26 @@ def build_engine(config: EngineConfig) -> Built:
 
     def factory_of(num_pages: int) -> ProgramFactory:
         steps = config.decode_steps
-        return ProgramFactory(cfg, params, num_pages, stacked=stacked, decode_steps=steps)
+        return ProgramFactory(
+            cfg,
+            params,
+            num_pages,
+            stacked=stacked,
+            decode_steps=steps,
+            caches=config.prefix_cache,
+        )
 
     num_pages = config.num_pages or default_pages(
         config, layout, max_model_len, factory_of, ladder, programs_store
     )
     factory = factory_of(num_pages)
     check_pages(config, factory)
+    lower = tier_sizes(config, layout)
+    fingerprint = cached_fingerprint(config, model, layout)
+    disk = None
+    if config.disk_cache_dir is not None:
+        page = factory.slot()
+        disk = DiskCache(Path(config.disk_cache_dir), fingerprint(), page.shape, page.dtype)
     clock.end("plan the programs and the pool")
 
     def load() -> Any:
@@ -121,7 +142,9 @@ def build_engine(config: EngineConfig) -> Built:
         clock.end("load the weights, beyond that")
 
     def make_scheduler() -> Scheduler:
-        return Scheduler(
+        groups = len(layout.groups)
+        pools = [kind(pages, groups) for kind, pages in zip(LOWER_POOLS, lower, strict=False)]
+        scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             page_size=page_size,
@@ -133,7 +156,12 @@ def build_engine(config: EngineConfig) -> Built:
             pinned=config.deterministic,
             decode_steps=config.decode_steps,
             prefix_cache=config.prefix_cache,
+            lower=pools,
+            preemption=config.preemption,
         )
+        if disk is not None:
+            disk.restore(scheduler.cache, pools[-1].capacity)
+        return scheduler
 
     engine = Engine(
         programs=programs,
@@ -145,6 +173,7 @@ def build_engine(config: EngineConfig) -> Built:
         shape=shape,
         tokenizer=model.tokenizer,
         overlap=config.overlap,
+        mover=Mover(programs, disk, factory.slot()),
         counter=CompileCounter() if config.strict else None,
     )
     if config.deterministic:
@@ -157,10 +186,51 @@ def build_engine(config: EngineConfig) -> Built:
         max_model_len,
         ladder,
         factory,
+        fingerprint,
         programs_store,
         default_params,
         clock.phases,
     )
+
+
+# By tier below the device: the pool of so many pages, of so many groups.
+LOWER_POOLS = (lambda pages, groups: PagePool(pages, 1, groups), FilePool)
+
+
+def tier_sizes(config: EngineConfig, layout: KVLayout) -> list[int]:
+    """Returns the pages of the tiers below the device that there are; ValueError if none fits."""
+    sizes = []
+    wanted = {"host_cache_gb": config.host_cache_gb}
+    if config.disk_cache_dir is not None:
+        wanted["disk_cache_gb"] = config.disk_cache_gb
+    for name, gigabytes in wanted.items():
+        if not gigabytes:
+            continue
+        pages = int(gigabytes * 1e9) // layout.page_bytes + 1  # and the null page
+        if pages < 2:
+            raise ValueError(
+                f"{name}={gigabytes} has no room for a page of {layout.page_bytes} bytes; raise it"
+            )
+        sizes.append(pages)
+    free = available_bytes()
+    if sizes and sizes[0] * layout.page_bytes > free:
+        raise ValueError(
+            f"host_cache_gb={config.host_cache_gb} is more than the {free / 1e9:.2f} GB that are "
+            "free; use less"
+        )
+    return sizes
+
+
+def cached_fingerprint(config: EngineConfig, model: Model, layout: KVLayout) -> Callable[[], str]:
+    """Returns a function to the digest of what pages depend on, worked out when it is asked."""
+
+    @functools.cache
+    def fingerprint() -> str:
+        memo = Memo(store.cache_folder() / "digests.json")
+        path = store.resolve(config.model)
+        return kv_fingerprint(path, model.config, layout, config.deterministic, memo)
+
+    return fingerprint
 
 
 def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype:

@@ -11,6 +11,7 @@ MAX_SEED = 2**64 - 1  # a seed travels to the device as two 32-bit words
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GENERATION_CONFIGS = ("auto", "none")
 BATCHING = ("continuous", "static")
+PREEMPTIONS = ("recompute", "park")
 
 
 def check_int(name: str, value: Any, *, low: int, high: int | None = None, remedy: str) -> None:
@@ -41,6 +42,11 @@ class EngineConfig:
     num_pages: pages of the pool, one of them reserved; None: as memory allows.
     memory_fraction: share of an accelerator's memory for weights, programs and pages.
     prefix_cache: keep the keys and values of what was computed, for requests that begin alike.
+    host_cache_gb: of the host's memory for pages that the device has no room for; 0 is none.
+    disk_cache_dir, disk_cache_gb: a folder for pages that the host has no room for, also for later
+        starts, and how much of it; None is none.
+    preemption: one of PREEMPTIONS: what a request that gives way has is kept until room is needed,
+        or copied to the host at once.
     overlap: plan a step before the last one's tokens are read.
     batching: one of BATCHING; "static" is a baseline for benchmarks: batches of `max_num_seqs`
         requests in arrival order, full rows until the last ends.
@@ -64,6 +70,10 @@ class EngineConfig:
     num_pages: int | None = None
     memory_fraction: float = 0.9
     prefix_cache: bool = True
+    host_cache_gb: float = 0.0
+    disk_cache_dir: str | os.PathLike[str] | None = None
+    disk_cache_gb: float = 10.0
+    preemption: str = "recompute"
     overlap: bool = True
     batching: str = "continuous"
     seed: int | None = None
@@ -115,8 +125,32 @@ class EngineConfig:
         if self.batching not in BATCHING:
             known = ", ".join(BATCHING)
             raise ValueError(f"batching={self.batching!r} is not known; use one of {known}")
+        self._check_tiers()
         if self.seed is not None:
             check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="use None for a fresh one")
+
+    def _check_tiers(self) -> None:
+        for name in ("host_cache_gb", "disk_cache_gb"):
+            remedy = "it is in 10^9 bytes, 0 is none"
+            check_float(name, getattr(self, name), limits="of at least 0", remedy=remedy)
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0; {remedy}")
+        if self.preemption not in PREEMPTIONS:
+            known = ", ".join(PREEMPTIONS)
+            raise ValueError(f"preemption={self.preemption!r} is not known; use one of {known}")
+        for name, is_set in (
+            ("host_cache_gb", self.host_cache_gb > 0),
+            ("disk_cache_dir", self.disk_cache_dir is not None),
+        ):
+            if is_set and not self.prefix_cache:
+                raise ValueError(f"{name} needs prefix_cache=True; leave one of them out")
+        if self.preemption == "park" and not self.host_cache_gb:
+            raise ValueError("preemption='park' needs host_cache_gb above 0")
+        if self.disk_cache_dir is not None and not self.host_cache_gb:
+            raise ValueError(
+                "disk_cache_dir needs host_cache_gb above 0, since pages go to disk by the host; "
+                "0.5 will do"
+            )
 
     def _check_pages(self) -> None:
         if self.page_size is not None:

@@ -51,6 +51,11 @@ class KVLayout:
         """The logical axis of KV heads; the one of a latent belongs to all query heads."""
         return "kv_heads" if self.values[0] > 0 else None
 
+    def page_spec(self) -> Spec:
+        """Returns the spec of one page by itself, all places together."""
+        shape = page_shape(self.kv_heads, self.page_size, self.cell_width)
+        return Spec((self.places, *shape), (None, self.heads_axis, None, None), self.dtype)
+
     def pool_spec(self, num_pages: int) -> Spec:
         """Returns the spec of one place of the pool."""
         shape = (num_pages, *page_shape(self.kv_heads, self.page_size, self.cell_width))
@@ -108,6 +113,22 @@ def copy_pages(pool: Pool, from_C: jax.Array, to_C: jax.Array) -> Pool:
     if isinstance(pool, tuple):
         return tuple(array.at[to_C].set(array[from_C]) for array in pool)
     return pool.at[:, to_C].set(pool[:, from_C])
+
+
+def take_pages(pool: Pool, page_C: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns each of the pages page_C by itself, [place, K, W, C]."""
+    if isinstance(pool, tuple):
+        places = jnp.stack([array[page_C] for array in pool], axis=1)
+        return tuple(places[index] for index in range(page_C.shape[0]))
+    return tuple(pool[:, page_C[index]] for index in range(page_C.shape[0]))
+
+
+def put_pages(pool: Pool, page_C: jax.Array, pages: tuple[jax.Array, ...]) -> Pool:
+    """Returns `pool` with its pages page_C as `take_pages` gave them."""
+    if isinstance(pool, tuple):
+        places = jnp.stack(pages)
+        return tuple(array.at[page_C].set(places[:, i]) for i, array in enumerate(pool))
+    return pool.at[:, page_C].set(jnp.stack(pages, axis=1))
 
 
 def empty_pool(layout: KVLayout, num_pages: int, *, stacked: bool) -> Pool:

@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,14 +14,15 @@ import numpy as np
 from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape, pack, pack_tables
 from engine.buckets import Head, Ladder, Repeat
+from engine.disk_cache import DiskCache, Segment
 from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import head_parameters
-from engine.pages import NULL_PAGE
+from engine.mover import Mover
 from engine.params import HEADS, NOT_FINITE
 from engine.plan import Plan
+from engine.prefix_cache import DEVICE
 from engine.program_store import Executables, ProgramStore
-from engine.programs import COPIES
 from engine.request import Request, ScoredToken
 from engine.results import Delta, Record, Results
 from engine.sampling import Logprobs
@@ -70,6 +71,7 @@ class Engine:
         shape: BatchShape,
         tokenizer: Tokenizer | None,
         overlap: bool,
+        mover: Mover,
         counter: CompileCounter | None = None,
     ) -> None:
         self.programs = programs
@@ -78,6 +80,7 @@ class Engine:
         self._model_config = model_config
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler()
+        self._mover = mover
         self.state = programs["start"]()
         self._store = store
         self._shape = shape
@@ -141,9 +144,13 @@ class Engine:
         return self._results.take()
 
     def _run_step(self) -> None:
+        idle = self.scheduler.cache.is_loading and not (self._pending or self.scheduler.running())
+        self._mover.read_events(self.scheduler.cache, wait=idle)
         plan = self.scheduler.schedule()
         if plan is not None:
             self._pending.append(self._dispatch(plan))
+        else:
+            self.state = self._mover.run(self.state, self.scheduler.take_moves())
         while len(self._pending) > (self._lag if plan is not None else 0):
             self._read(self._pending.popleft())
         for request in self.scheduler.drain():
@@ -159,6 +166,42 @@ class Engine:
             record.request.restart(record.num_tokens)
             del record.request.token_times[record.num_tokens :]
             self.scheduler.add(record.request)
+
+    def close(self) -> None:
+        """Has all that is kept of requests written to disk, if there is such a tier, and ends it.
+
+        The engine runs nothing any more.
+        """
+        if self._mover.disk is not None:
+            self.scheduler.cache.flush()
+            self.state = self._mover.run(self.state, self.scheduler.take_moves())
+        self._mover.close()
+
+    def clear_cache(self) -> None:
+        """Lets go of all pages that are only kept."""
+        self.scheduler.cache.clear()
+        self.state = self._mover.run(self.state, self.scheduler.take_moves())
+
+    def write_cache(self, disk: DiskCache) -> int:
+        """Has all that is on the device and the host written; returns how many segments."""
+        saves = list(self.scheduler.cache.saves())
+        for save in saves:
+            disk.save(save, self._mover.pages(self.state, save))
+        return len(saves)
+
+    def read_segment(self, disk: DiskCache, segment: Segment) -> bool:
+        """Puts a segment's pages on the device; returns whether there was room and they are whole.
+
+        What is before them has to be there.
+        """
+        pages = disk.read(segment)
+        if pages is None:
+            return False
+        numbers = self.scheduler.cache.add_saved(DEVICE, *segment.run)
+        if numbers is None:
+            return False
+        self.state = self._mover.put(self.state, numbers, pages)
+        return True
 
     def stats(self) -> dict[str, Any]:
         """Returns counts (pages by group, requests, preemptions, steps, programs), and `program_s`:
@@ -176,7 +219,7 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> Pending:
         now = time.monotonic()
-        self._copy(plan.copies)
+        self.state = self._mover.run(self.state, plan.moves)
         for piece in plan.pieces:
             if piece.request.first_scheduled_s is None:
                 piece.request.first_scheduled_s = now
@@ -204,14 +247,6 @@ class Engine:
         self.state, (tokens, logprobs) = head(self._head_params(), self.state, hidden)
         tokens.copy_to_host_async()
         return Pending(plan, hidden.row_S, tokens, logprobs, scored, prompt_CD, broken_B)
-
-    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Dispatches the copies of pages that a step relies on."""
-        for first in range(0, len(copies), COPIES):
-            pages_2C = np.full((2, COPIES), NULL_PAGE, np.int32)
-            part = copies[first : first + COPIES]
-            pages_2C[:, : len(part)] = np.transpose(part)
-            self.state = self.programs["copy"](self.state, pages_2C)
 
     def _head(self, plan: Plan) -> Head:
         kind = HEADS[max([request.head for request in plan.sampled])]

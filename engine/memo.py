@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 from engine.log import logger
 
@@ -26,31 +27,31 @@ def keep(path: Path, data: bytes) -> None:
 
 
 class Memo:
-    """Numbers by key in one JSON file; without a path, for this process only.
+    """Numbers or texts by key in one JSON file; without a path, for this process only.
 
-    A damaged file counts as empty. Of two processes that write at once, one may lose its number,
+    A damaged file counts as empty. Of two processes that write at once, one may lose its value,
     which costs that start's work once more.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._numbers: dict[str, int] = {}
+        self._values: dict[str, Any] = {}
 
-    def get(self, key: str) -> int | None:
-        """Returns the number of `key`, or None."""
+    def get(self, key: str) -> Any:
+        """Returns the value of `key`, a number or a text, or None."""
         self._read()
-        return self._numbers.get(key)
+        return self._values.get(key)
 
-    def set(self, key: str, number: int) -> None:
-        """Keeps `number` for `key`."""
+    def set(self, key: str, value: int | str) -> None:
+        """Keeps `value` for `key`."""
         self._read()
-        self._numbers[key] = number
+        self._values[key] = value
         if self._path is not None:
-            keep(self._path, json.dumps(self._numbers).encode())
+            keep(self._path, json.dumps(self._values).encode())
 
     def _read(self) -> None:
         try:
             if self._path is not None:
-                self._numbers |= json.loads(self._path.read_text())
+                self._values |= json.loads(self._path.read_text())
         except (FileNotFoundError, ValueError):
             return

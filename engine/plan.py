@@ -4,7 +4,7 @@
 import dataclasses
 
 from engine.buckets import Body
-from engine.prefix_cache import Load, Move, Save
+from engine.prefix_cache import Delete, Load, Move, Save
 from engine.request import Request
 
 
@@ -45,7 +45,7 @@ class Plan:
     sampled: tuple[Request, ...]
     rows: tuple[int, ...]
     repeat: int = 1
-    moves: tuple[Move | Save | Load, ...] = ()
+    moves: tuple[Move | Save | Load | Delete, ...] = ()
 
 
 @dataclasses.dataclass

@@ -48,12 +48,13 @@ class Move(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Slots of the host are written to disk as one segment.
+    """Pages are written to disk as one segment.
 
-    tokens: those of all pages up to the segment's last; first: the place of its first page.
-    entries: (group, index in the run, slot, number on disk).
+    tier: where they are. tokens: those of all pages up to the segment's last; first: the place of
+    its first page. entries: (group, index in the run, number in the tier, number on disk).
     """
 
+    tier: int
     space: Hashable
     tokens: bytes
     first: int
@@ -67,6 +68,12 @@ class Load(NamedTuple):
     ticket: int
     numbers: list[int]
     slots: list[int]
+
+
+class Delete(NamedTuple):
+    """The file that has these pages is of no use any more."""
+
+    numbers: list[int]
 
 
 class Match(NamedTuple):
@@ -127,7 +134,7 @@ class PrefixCache:
         self._stale: dict[int, int] = {}
         self._loads: dict[int, tuple[Node | None, list[Group]]] = {}
         self._last_ticket = 0
-        self.moves: list[Move | Save | Load] = []
+        self.moves: list[Move | Save | Load | Delete] = []
         self.counts: Counter[str] = Counter()
 
     # Matching
@@ -386,6 +393,9 @@ class PrefixCache:
             return
         node.pages[tier][group][index] = NULL_PAGE
         self._pools[tier].drop(0, group, number)
+        if tier == DISK and self._disk.dead:
+            self.moves += [Delete(numbers) for numbers in self._disk.dead]
+            self._disk.dead.clear()
         if tier == DEVICE and self._groups[group].window is not None:
             del self._node_of[number]
             self._loose.pop(number, None)
@@ -579,6 +589,7 @@ class PrefixCache:
         if below == HOST:
             self.moves += [Move("park", source, target) for _, _, source, target in entries]
         else:
+            self._disk.put_together([number for _, _, _, number in entries])
             self.moves.append(self._segment(node, entries))
         self.counts[f"{TIERS[below]}_in_pages"] += len(new)
 
@@ -602,11 +613,10 @@ class PrefixCache:
 
     def _segment(self, node: Node, entries: list[tuple[int, int, int, int]]) -> Save:
         """Returns what is to be written of a node that goes to disk."""
-        self._disk.put_together([number for _, _, _, number in entries])
         path = node.path()
         tokens = b"".join(key for above in path for key in above.keys)
         lengths = [len(key) // TOKEN_BYTES for key in node.keys]
-        return Save(node.root().space, tokens, node.start, lengths, entries)
+        return Save(node.tier, node.root().space, tokens, node.start, lengths, entries)
 
     def park(self, node: Node, most: int) -> int:
         """Copies a node and those above to the host, at most `most` pages; returns how many.
@@ -755,12 +765,56 @@ class PrefixCache:
             else:
                 self._unset_all(node, DISK)
 
-    def add_saved(
-        self, space: Hashable, tokens: bytes, first: int, lengths: list[int], present: list[Group]
-    ) -> list[Group] | None:
-        """Adds a segment that was found on disk; returns its numbers, [group][index of the run].
+    def saves(self) -> Iterator[Save]:
+        """Yields all that is on the device or the host as segments, parents first."""
+        for node in list(self.nodes()):
+            if node.parent is not None and node.tier != DISK:
+                entries = [
+                    (group, index, number, NULL_PAGE)
+                    for group, run in enumerate(node.nearest)
+                    for index, number in enumerate(run)
+                    if number != NULL_PAGE
+                ]
+                yield self._segment(node, entries)
 
-        present: [group][index], 1 where it has the page. None if what is before it is not there, if
+    def flush(self) -> None:
+        """Has all that is not on disk saved there, the most recently used first, as room allows."""
+        nodes = [node for node in self.nodes() if node.parent is not None and node.tier != DISK]
+        for node in sorted(nodes, key=lambda node: (-node.used, node.start)):
+            entries = [
+                (group, index, number, NULL_PAGE)
+                for group, run in enumerate(node.nearest)
+                for index, number in enumerate(run)
+                if number != NULL_PAGE and node.pages[DISK][group][index] == NULL_PAGE
+            ]
+            if not entries:
+                continue
+            while self._disk.num_free(0) < len(entries):
+                oldest = self._oldest(DISK)
+                if oldest is None or oldest.used >= node.used:
+                    return
+                if oldest.tier == DISK:
+                    self._drop(oldest)
+                else:
+                    self._unset_all(oldest, DISK)
+            for place, (group, index, source, _) in enumerate(entries):
+                node.pages[DISK][group][index] = number = self._take(DISK, group)
+                entries[place] = (group, index, source, number)
+            self._disk.put_together([number for _, _, _, number in entries])
+            self.moves.append(self._segment(node, entries))
+
+    def add_saved(
+        self,
+        tier: int,
+        space: Hashable,
+        tokens: bytes,
+        first: int,
+        lengths: list[int],
+        entries: list[tuple[int, int]],
+    ) -> list[int] | None:
+        """Adds a segment, as `Save` has it, to a tier; returns the numbers of its pages there.
+
+        entries: (group, index in the run) of its pages. None if what is before it is not there, if
         there is no room, or it is there already.
         """
         size, root = self._key_bytes, self._roots.get(space)
@@ -771,30 +825,33 @@ class PrefixCache:
         for length in lengths:
             run.append(tokens[at : at + length * TOKEN_BYTES])
             at += length * TOKEN_BYTES
-        pool = self._pools[DISK]
-        if pool.num_free(0) < sum(map(sum, present)):
+        if self._pools[tier].num_free(0) < len(entries):
             return None
         if root is None:
             root = self._roots[space] = Node(None, 0, [], self._no_pages(0), DEVICE, space)
         path = find(root, keys, b"", first * self._page_size, self._page_size).path
         node, count = path[-1] if path else (root, 0)
-        if node.start + count != first or run[0] in node.children:
+        if node.start + count != first or run[0] in node.children or node.tier > tier:
             self._prune_root(root)
             return None
         if count < len(node.keys):
             if node.keys[count] == run[0]:
                 return None
             node = self._split(node, count)
-        child = Node(node, 0, run, self._no_pages(len(run)), DISK)
-        for group, flags in enumerate(present):
-            for index, flag in enumerate(flags):
-                if flag:
-                    child.pages[DISK][group][index] = self._take(DISK, group)
+        child = Node(node, 0, run, self._no_pages(len(run)), tier)
+        numbers = []
+        for group, index in entries:
+            number = child.pages[tier][group][index] = self._take(tier, group)
+            numbers.append(number)
+            if tier == DEVICE and self._groups[group].window is not None:
+                self._node_of[number] = child
+                self._loose[number] = (self._clock, group)
         add_child(node, child)
         self._num_nodes += 1
         self._offer(child)
-        self._disk.put_together([n for run in child.pages[DISK] for n in run if n != NULL_PAGE])
-        return child.pages[DISK]
+        if tier == DISK:
+            self._disk.put_together(numbers)
+        return numbers
 
     @property
     def _disk(self) -> FilePool:

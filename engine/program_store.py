@@ -84,8 +84,8 @@ def machine_fingerprint() -> str:
 def describe(value: Any) -> str:
     """Returns a text that is equal only for equal static values and abstract arrays."""
     if isinstance(value, jax.ShapeDtypeStruct):
-        spec = value.sharding.spec if value.sharding else None
-        return f"{value.shape}{value.dtype}{spec}"
+        where = (value.sharding.spec, value.sharding.memory_kind) if value.sharding else None
+        return f"{value.shape}{value.dtype}{where}"
     if isinstance(value, np.ndarray):
         return f"{value.shape}{value.dtype}{hashlib.sha256(value.tobytes()).hexdigest()}"
     if isinstance(value, jax.sharding.Mesh):

@@ -24,12 +24,14 @@ from engine.step import (
     run_body,
     run_copy,
     run_head,
+    run_park,
     run_repeat,
+    run_restore,
     run_row,
     run_score,
 )
 
-COPIES = 16  # pages that one call of the program "copy" moves
+MOVES = 8  # pages that one call of the programs "copy", "park" and "restore" moves
 
 
 class ProgramFactory:
@@ -43,6 +45,7 @@ class ProgramFactory:
         *,
         stacked: bool,
         decode_steps: int = 1,
+        caches: bool = True,
     ) -> None:
         """`params` is the tree of abstract parameters (ShapeDtypeStruct with shardings)."""
         self.cfg = cfg
@@ -50,6 +53,7 @@ class ProgramFactory:
         self.num_pages = num_pages
         self.stacked = stacked
         self.decode_steps = decode_steps
+        self.caches = caches
         self.state = self._abstract_state()
 
     def _array(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -102,9 +106,26 @@ class ProgramFactory:
         return Program("row", run_row, (self.state, packed), self.state, donated=(0,))
 
     def copy(self) -> Program:
-        """Returns the program that copies up to COPIES pages."""
-        pages = self._array((2, COPIES), jnp.int32)
+        """Returns the program that copies pages of the pool."""
+        pages = self._array((2, MOVES), jnp.int32)
         return Program("copy", run_copy, (self.state, pages), self.state, donated=(0,))
+
+    def slot(self) -> Any:
+        """Returns the abstract value of a page in the host's memory, pinned for transfers."""
+        page = self.cfg.rules.abstract(self.cfg.mesh, self.cfg.layout.page_spec())
+        pinned = page.sharding.with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct(page.shape, page.dtype, sharding=pinned)
+
+    def park(self) -> Program:
+        """Returns the program that copies pages to the host."""
+        pages = self._array((MOVES,), jnp.int32)
+        return Program("park", run_park, (self.state.pool, pages), (self.slot(),) * MOVES)
+
+    def restore(self) -> Program:
+        """Returns the program that copies pages back from the host."""
+        pages, slots = self._array((MOVES,), jnp.int32), (self.slot(),) * MOVES
+        pool = self.state.pool
+        return Program("restore", run_restore, (pool, pages, *slots), pool, donated=(0,))
 
     def body(self, body: tuple[Group, ...]) -> Program:
         """Returns the body program of the row groups `body`."""
@@ -160,14 +181,16 @@ class ProgramFactory:
 def build_programs(
     factory: ProgramFactory, ladder: Ladder, store: ProgramStore, progress: Callable[[str], None]
 ) -> Executables:
-    """Returns all programs of the ladder, by body, by head, and "start", "row" and "copy".
+    """Returns all programs of the ladder, by body, by head, and those that have names.
 
     They are compiled before this returns. When all of them were compiled before, it returns at
     once and they are loaded beside the first steps, those of a lone greedy request first.
     """
     heads = {head: factory.head(head) for head in ladder.heads()}
     programs: dict[Any, Program] = {"start": factory.start(), "row": factory.row()}
-    programs["copy"] = factory.copy()
+    if factory.caches:
+        moves = (factory.copy(), factory.park(), factory.restore())
+        programs |= {program.name: program for program in moves}
     programs |= {head: heads[head] for head in heads if head.kind == "greedy"}
     programs |= {body: factory.body(body) for body in sorted(ladder.bodies, key=total_tokens)}
     programs |= {Repeat(body): factory.repeat(body) for body in ladder.repeats}

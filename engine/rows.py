@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.pages import NULL_PAGE, PageGroup, PagePool
-from engine.prefix_cache import DEVICE, DISK, Load, Match, Move, PrefixCache, Save
+from engine.prefix_cache import DEVICE, DISK, Delete, Load, Match, Move, PrefixCache, Save
 from engine.radix import Tip, common_tokens, page_key
 from engine.request import Request
 
@@ -217,7 +217,7 @@ class Rows:
             self._copies[request] = copies
             self.cache.moves += copies
 
-    def take_moves(self) -> tuple[Move | Save | Load, ...]:
+    def take_moves(self) -> tuple[Move | Save | Load | Delete, ...]:
         """Returns, once, what is to be moved before the step that is planned now, in order."""
         moves = tuple(self.cache.moves)
         self.cache.moves.clear()

@@ -12,7 +12,7 @@ from engine.buckets import Ladder
 from engine.pages import PageGroup, PagePool
 from engine.params import NO_TOKEN, NOT_FINITE
 from engine.plan import Draft, Piece, Plan, make_piece
-from engine.prefix_cache import DEVICE, DISK, Load, Match, Move, PrefixCache, Save
+from engine.prefix_cache import DEVICE, DISK, Delete, Load, Match, Move, PrefixCache, Save
 from engine.request import Request, Status
 from engine.rows import Rows
 
@@ -188,7 +188,7 @@ class Scheduler:
             self._plan_decodes(draft)
         return self._commit(draft)
 
-    def take_moves(self) -> tuple[Move | Save | Load, ...]:
+    def take_moves(self) -> tuple[Move | Save | Load | Delete, ...]:
         """Returns, once, what is to be moved though no step is planned."""
         return self._rows.take_moves()
 

@@ -20,7 +20,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from engine.batch import BatchShape
 from engine.buckets import Group
-from engine.kv import KVLayout, copy_pages, place_set, place_view
+from engine.kv import (
+    KVLayout,
+    Pool,
+    copy_pages,
+    place_set,
+    place_view,
+    put_pages,
+    take_pages,
+)
 from engine.layers import Params
 from engine.logits import Wishes, changed_logits, count_tokens, set_row
 from engine.models.config import ModelConfig
@@ -383,6 +391,17 @@ def sampling_rows(state: State, settings: dict[str, jax.Array], row_B: jax.Array
 def run_copy(state: State, page_2C: jax.Array) -> State:
     """Returns the state with pages page_2C[0] copied to page_2C[1]; the null page to itself."""
     return dataclasses.replace(state, pool=copy_pages(state.pool, page_2C[0], page_2C[1]))
+
+
+def run_park(pool: Pool, page_C: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the pages page_C, each by itself."""
+    return take_pages(pool, page_C)
+
+
+def run_restore(pool: Pool, page_C: jax.Array, *slots: jax.Array) -> Pool:
+    """Returns the pool with pages page_C as they are in the slots, which the host has."""
+    device = jax.memory.Space.Device
+    return put_pages(pool, page_C, tuple(jax.device_put(slot, device) for slot in slots))
 
 
 def run_row(state: State, packed: jax.Array) -> State:

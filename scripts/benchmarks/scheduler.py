@@ -25,6 +25,7 @@ from engine.kv import kv_layout
 from engine.loading import abstract_parameters, open_model
 from engine.loop import Engine
 from engine.models.tree import fuse
+from engine.mover import Mover
 from engine.pages import PagePool
 from engine.params import SamplingParams
 from engine.request import Request
@@ -195,6 +196,7 @@ def make_bench(config: Any, tokenizer: Tokenizer | None, rows: int) -> Bench:
         shape=shape,
         tokenizer=tokenizer,
         overlap=True,
+        mover=Mover(stand_ins, None, None),
     )
     new_state = stand_ins["start"]
     return Bench(engine, clock, stand_ins, params, hidden, new_state, shape, ladder)

@@ -20,6 +20,7 @@ from engine.buckets import Group
 from engine.loading import load_model
 from engine.loop import Engine
 from engine.models.oracle import forward_jit
+from engine.mover import Mover
 from engine.pages import PagePool
 from engine.plan import Plan
 from engine.request import Request
@@ -129,6 +130,7 @@ def engine_on(
         shape=shape,
         tokenizer=llm.tokenizer,
         overlap=overlap,
+        mover=Mover(built.engine.programs, None, built.factory.slot()),
     )
 
 

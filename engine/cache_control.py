@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can do with what is kept of requests: look, clear, carry it elsewhere and back."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.disk_cache import DiskCache
+from engine.loop import Engine
+
+
+class CacheControl:
+    """The cache of an engine, `llm.cache`. Not to be used while another call runs."""
+
+    def __init__(self, engine: Engine, fingerprint: Callable[[], str], page: Any) -> None:
+        """`page`: the abstract value of a page in the host's memory."""
+        self._engine = engine
+        self._fingerprint = fingerprint
+        self._page = page
+
+    def clear(self) -> None:
+        """Lets go of all that is kept, in every tier; what runs goes on."""
+        self._engine.clear_cache()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns counters since the start.
+
+        prompt_tokens, hit_tokens: of requests when they first ran; hits: those that had any.
+        resumed_tokens: what preempted requests found again. copied_pages: copies on write.
+        evicted_pages: let go for good. host_in_pages, host_out_pages, disk_in_pages,
+        disk_out_pages: moved down into a tier, and up from it; `.._out_tokens`, the same in tokens.
+        damaged_pages: dropped, since the disk did not give back what was written.
+        """
+        return dict(self._engine.stats()["cache"])
+
+    def export(self, path: str | os.PathLike[str]) -> int:
+        """Writes all that is on the device and the host to a new folder; returns its segments.
+
+        For `import_` by an engine with the same model, options of the layout and program version.
+        ValueError if the folder is there and not empty.
+        """
+        folder = Path(path)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} is not an empty folder; name a new one")
+        disk = DiskCache(folder, self._fingerprint(), self._page.shape, self._page.dtype)
+        count = self._engine.write_cache(disk)
+        disk.close()
+        if not disk.events.empty():
+            raise OSError(f"{folder} could not be written whole; free some space")
+        return count
+
+    def import_(self, path: str | os.PathLike[str]) -> int:
+        """Reads what `export` wrote onto the device, as far as pages are free.
+
+        Returns how many segments were read. ValueError if none of the folder's is of this model.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder that export has written")
+        disk = DiskCache(folder, self._fingerprint(), self._page.shape, self._page.dtype)
+        segments = disk.scan()
+        disk.close()
+        if not segments:
+            raise ValueError(
+                f"{folder} has nothing of this model and version; export it again with them"
+            )
+        count = 0
+        for segment in sorted(segments, key=lambda each: (each.first, -len(each.tokens))):
+            if self._engine.read_segment(disk, segment):
+                count += 1
+        return count

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries pages between the device, the host's memory and disk, as the scheduler wants it.
+
+Moves between device and host are programs in the stream of steps, so that their order makes them
+safe; only disk is asynchronous, and says when it is done. A page in the host's memory is an array
+of its own, pinned where the platform can, which nothing changes once it is there.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from engine.disk_cache import DiskCache
+from engine.pages import NULL_PAGE
+from engine.prefix_cache import DEVICE, Delete, Load, Move, PrefixCache, Save
+from engine.programs import MOVES
+from engine.state import State
+
+
+class Mover:
+    """The pages in the host's memory, by slot, and how they get there."""
+
+    def __init__(self, programs: Mapping[Any, Any], disk: DiskCache | None, slot: Any) -> None:
+        """`slot`: the abstract value of a page in the host's memory."""
+        self._programs = programs
+        self.disk = disk
+        self._slot = slot
+        self._slots: dict[int, jax.Array] = {}
+
+    def run(self, state: State, moves: Sequence[Move | Save | Load | Delete]) -> State:
+        """Returns the state with the moves on their way, in order."""
+        for part in batches(moves):
+            first = part[0]
+            if isinstance(first, Move):
+                state = getattr(self, f"_{first.kind}")(state, part)
+            elif self.disk is None:
+                raise AssertionError("who has no disk asks for nothing of it")
+            elif isinstance(first, Save):
+                self.disk.save(first, self.pages(state, first))
+            elif isinstance(first, Load):
+                self.disk.load(first)
+            else:
+                self.disk.delete(first.numbers)
+        return state
+
+    def pages(self, state: State, save: Save) -> list[jax.Array]:
+        """Returns the pages that a segment is made of."""
+        sources = [source for _, _, source, _ in save.entries]
+        if save.tier != DEVICE:
+            return [self._slots[source] for source in sources]
+        taken: list[jax.Array] = []
+        for first in range(0, len(sources), MOVES):
+            part = sources[first : first + MOVES]
+            taken += self._programs["park"](state.pool, padded(part))[: len(part)]
+        return taken
+
+    def put(self, state: State, numbers: Sequence[int], pages: Sequence[np.ndarray]) -> State:
+        """Returns the state with `pages` in pages `numbers` of the pool."""
+        for first in range(0, len(numbers), MOVES):
+            part = [self._on_host(page) for page in pages[first : first + MOVES]]
+            state = self._put(state, numbers[first : first + MOVES], part)
+        return state
+
+    def _on_host(self, page: np.ndarray) -> jax.Array:
+        return jax.device_put(page, self._slot.sharding)
+
+    def _put(self, state: State, numbers: Sequence[int], slots: list[jax.Array]) -> State:
+        slots = slots + [slots[0]] * (MOVES - len(slots))  # to the null page
+        pool = self._programs["restore"](state.pool, padded(numbers), *slots)
+        return dataclasses.replace(state, pool=pool)
+
+    def _copy(self, state: State, moves: Sequence[Move]) -> State:
+        pages_2C = np.full((2, MOVES), NULL_PAGE, np.int32)
+        pages_2C[:, : len(moves)] = [[m.source for m in moves], [m.target for m in moves]]
+        return self._programs["copy"](state, pages_2C)
+
+    def _park(self, state: State, moves: Sequence[Move]) -> State:
+        slots = self._programs["park"](state.pool, padded([move.source for move in moves]))
+        for move, slot in zip(moves, slots, strict=False):
+            self._slots[move.target] = slot
+        return state
+
+    def _restore(self, state: State, moves: Sequence[Move]) -> State:
+        slots = [self._slots[move.source] for move in moves]
+        return self._put(state, [move.target for move in moves], slots)
+
+    def read_events(self, cache: PrefixCache, *, wait: bool = False) -> None:
+        """Tells the cache what the disk has done, and if `wait`, not before there is something."""
+        while self.disk is not None and (wait or not self.disk.events.empty()):
+            kind, *what = self.disk.events.get()
+            wait = False
+            if kind == "lost":
+                cache.lost(set(what[0]))
+                continue
+            ticket, pages = what
+            for slot, page in (pages or {}).items():
+                self._slots[slot] = self._on_host(page)
+            cache.loaded(ticket, pages is not None)
+
+    def close(self) -> None:
+        """Returns when all that goes to disk is there."""
+        if self.disk is not None:
+            self.disk.close()
+
+
+def padded(pages: Sequence[int]) -> np.ndarray:
+    """Returns page numbers as a program takes them, int32 [MOVES]."""
+    array = np.full((MOVES,), NULL_PAGE, np.int32)
+    array[: len(pages)] = pages
+    return array
+
+
+def batches(moves: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yields moves in order: runs of one kind that one program can do, and the others one by one.
+
+    Such a program reads all pages before it writes any, and in no order.
+    """
+    batch: list[Any] = []
+    written: set[int] = set()
+    for move in moves:
+        joins = (
+            isinstance(move, Move)
+            and batch
+            and isinstance(batch[0], Move)
+            and batch[0].kind == move.kind
+            and len(batch) < MOVES
+            and move.target not in written
+            and not (move.kind == "copy" and move.source in written)
+        )
+        if batch and not joins:
+            yield batch
+            batch, written = [], set()
+        batch.append(move)
+        if isinstance(move, Move):
+            written.add(move.target)
+    if batch:
+        yield batch
