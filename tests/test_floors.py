@@ -14,7 +14,8 @@ FLOORS = [
     ["pallas_kernels", "sharding", "checkpoints"],
     ["engine.config", "engine.params", "engine.template_worker", "engine.chips"],
     ["engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
-    ["engine.plan", "engine.rows", "engine.scheduler", "engine.settings"],
+    ["engine.radix", "engine.prefix_cache", "engine.settings"],
+    ["engine.plan", "engine.rows", "engine.scheduler"],
     ["engine.detokenize", "engine.text", "engine.chat", "engine.log", "engine.memo"],
     ["engine.models.rope", "engine.models.config", "engine.models.specs", "engine.models.tree"],
     ["engine.kv", "engine.layers", "engine.logits", "engine.sampling", "engine.strict"],
@@ -23,16 +24,16 @@ FLOORS = [
     ["engine.batch", "engine.state", "engine.step", "engine.loading", "engine.export"],
     ["engine.prompts", "engine.results", "engine.capacity", "engine.roofline", "engine.listing"],
     ["engine.program_store", "engine.programs"],
-    ["engine.memory"],
+    ["engine.memory", "engine.fingerprint", "engine.disk_cache", "engine.mover"],
     ["engine.loop"],
     ["engine.deterministic"],
-    ["engine.build"],
+    ["engine.build", "engine.cache_control"],
     ["engine.api", "engine"],
     ["scripts"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
-HOST_ONLY = [*(name for floor in FLOORS[1:5] for name in floor), "engine.batch"]
+HOST_ONLY = [*(name for floor in FLOORS[1:6] for name in floor), "engine.batch"]
 
 
 def module_name(path, root):
