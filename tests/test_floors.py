@@ -12,9 +12,9 @@ PACKAGES = ("pallas_kernels", "sharding", "checkpoints", "engine", "scripts")
 # its own floor and those below.
 FLOORS = [
     ["pallas_kernels", "sharding", "checkpoints"],
-    ["engine.config", "engine.params", "engine.template_worker", "engine.chips"],
+    ["engine.config", "engine.params", "engine.template_worker", "engine.chips", "engine.radix"],
     ["engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
-    ["engine.radix", "engine.prefix_cache", "engine.settings"],
+    ["engine.prefix_cache", "engine.settings"],
     ["engine.plan", "engine.rows", "engine.scheduler"],
     ["engine.detokenize", "engine.text", "engine.chat", "engine.log", "engine.memo"],
     ["engine.models.rope", "engine.models.config", "engine.models.specs", "engine.models.tree"],
