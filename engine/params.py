@@ -65,6 +65,8 @@ class SamplingParams:
     Who it is for:
 
     cache_salt: only requests with the same text here share what the cache has; None is one, too.
+    priority: lower ones first, where the engine's policy is "priority".
+    tenant: whose limits it counts for, where the engine has such.
 
     Raises ValueError, naming the field, when one of them cannot be.
     """
@@ -95,6 +97,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     parse_special_in_messages: bool = False
     cache_salt: str | None = None
+    priority: int = 0
+    tenant: str = ""
 
     def __post_init__(self):
         self._check_choice()
@@ -110,6 +114,10 @@ class SamplingParams:
             raise ValueError(f"logprobs_mode={self.logprobs_mode!r} is not known; use {known}")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt={self.cache_salt!r} must be a text, or None")
+        remedy = "the default is 0, lower goes first"
+        check_int("priority", self.priority, low=-(2**31), high=2**31 - 1, remedy=remedy)
+        if not isinstance(self.tenant, str):
+            raise ValueError(f"tenant={self.tenant!r} must be a text")
         if self.truncate_prompt_tokens is not None:
             remedy = "None keeps the whole prompt"
             check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, low=1, remedy=remedy)

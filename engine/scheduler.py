@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens run in the next step. Knows integers: no clock, no device, no model."""
 
-import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from engine.plan import Draft, Piece, Plan, make_piece
 from engine.prefix_cache import DEVICE, DISK, Delete, Load, Match, Move, PrefixCache, Save
 from engine.request import Request, Status
 from engine.rows import Rows
+from engine.waiting import FIRST_COME, Admission, QueueFull, Tenants, Waiting
 
 __all__ = ["Piece", "Plan", "Scheduler"]
 
@@ -26,10 +26,13 @@ class Scheduler:
 
     - A plan may be made before the last one's tokens are read: `computed` advances when a step
       is planned, tokens and ends when `update` reads it. What is planned past an end is ignored.
-    - First come, first served. A request that does not fit may be passed by later ones until it
-      is `patience` steps older than when it first did not fit; then nothing passes it.
-    - When a running row finds no page, the latest admitted row is preempted: it lets go of its
-      pages and waits, before all others that wait, to be computed anew with its tokens so far.
+    - Who waits is tried in the order of a policy (engine/waiting.py). A request that does not fit
+      may be passed by later ones until it is `patience` steps older than when it first did not
+      fit; then nothing passes it.
+    - When a running row finds no page, the latest admitted one of the lowest priority is preempted:
+      it lets go of its pages, which the cache keeps while there is room, and waits.
+    - A request starts with what the cache has of its tokens, once that is on the device. It waits
+      for one that is just computing more of them.
     - A row that outgrows the pool alone ends with the reason "capacity". That depends on its
       length only, never on its company.
     - At most `max_num_batched_tokens` rows run, so that each finds a token in every step.
@@ -56,7 +59,7 @@ class Scheduler:
         groups: tuple[PageGroup, ...],
         pool: PagePool,
         ladder: Ladder,
-        patience: int = 64,
+        admission: Admission = FIRST_COME,
         static: bool = False,
         pinned: bool = False,
         decode_steps: int = 1,
@@ -70,7 +73,8 @@ class Scheduler:
         self._groups = groups
         self._pool = pool
         self._ladder = ladder
-        self._patience = patience
+        self._admission = admission
+        self._policy = admission.policy
         self._static = static
         self._pinned = pinned
         self._decode_steps = decode_steps
@@ -89,10 +93,12 @@ class Scheduler:
             lower=lower,
         )
         self._park = _MOVES_A_STEP if preemption == "park" else 0
-        self._lookahead = max_num_seqs  # of waiting requests, so a step's work is bounded
         self._requests: dict[int, Request] = {}
         self._running: dict[int, Request] = {}  # in order of admission
-        self._waiting: deque[Request] = deque()  # the preempted first, each part by id
+        self._waiting = Waiting(admission.policy, admission.age_bound, max_num_seqs)
+        self._tenants = Tenants(
+            admission.max_num_seqs_per_tenant, admission.tokens_per_s_per_tenant
+        )
         self._ended: list[Request] = []
         self._last_id: int | None = None
         self._step = 0
@@ -147,9 +153,15 @@ class Scheduler:
                 f"{self._page_size} tokens, the pool has {self._pool.capacity}; "
                 "raise num_pages or memory_fraction, or shorten the prompt"
             )
+        most = self._admission.max_num_waiting
+        if most is not None and len(self._waiting) >= most:
+            raise QueueFull(
+                f"{len(self._waiting)} requests wait already and max_num_waiting={most}; "
+                "send it later, or raise max_num_waiting"
+            )
         self._last_id = request.id
         self._requests[request.id] = request
-        self._waiting.append(request)
+        self._waiting.add(request, self._step)
 
     def abort(self, request_id: int) -> Request | None:
         """Ends a request at once, wherever it stands. Returns it, or None if it is not here."""
@@ -163,9 +175,12 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._rows.close(request)
             del self._running[request.id]
+            self._tenants.stop(request)
         else:
             self._waiting.remove(request)
         del self._requests[request.id]
+        self._waiting.forget(request)
+        self._tenants.finish(request)
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
 
@@ -278,7 +293,7 @@ class Scheduler:
         """Returns whether `request` has pages for `cells` cells, if need be by preempting."""
         missing = self._rows.missing_pages(request, cells)
         while missing > self._rows.num_free_pages:
-            victim = next(reversed(self._running.values()))
+            victim = self._victim()
             if victim is request and len(self._running) == 1:
                 self._end_at_capacity(request)
                 return False
@@ -301,17 +316,20 @@ class Scheduler:
         draft.drop(victim)
         self._rows.close(victim, self._park)
         del self._running[victim.id]
+        self._tenants.stop(victim)
         if victim.prefills or victim.decodes:  # else all is planned, and it only waits for reads
             victim.preemptions += 1
             self._preemptions += 1
         victim.status = Status.WAITING
         victim.computed = victim.target = 0
-        place = 0
-        for other in self._waiting:
-            if other.preemptions == 0 or other.id > victim.id:
-                break
-            place += 1
-        self._waiting.insert(place, victim)
+        self._waiting.add(victim, self._step)
+
+    def _victim(self) -> Request:
+        """Returns who gives way: the newest of the lowest priority."""
+        newest = reversed(self._running.values())
+        if self._policy == "priority":
+            return max(newest, key=lambda request: request.params.priority)
+        return next(newest)
 
     def _admit(self, draft: Draft) -> None:
         """Starts waiting requests, in order, as rows, pages and the budget allow."""
@@ -319,6 +337,8 @@ class Scheduler:
             return
         promised = sum(self._rows.promised_pages(r) for r in self._running.values())
         available = self._rows.num_free_pages - promised
+        if self._running:
+            available -= int(self._admission.watermark * self._pool.capacity)
         for request in self._candidates():
             if not (self._rows.num_free_rows and draft.tokens_left and draft.pieces_left):
                 break
@@ -327,7 +347,7 @@ class Scheduler:
             if request.in_flight == 0 and not self._rows.fits(request.known):
                 self._end_at_capacity(request)
                 continue
-            if self._follows(request):
+            if not self._tenants.may_start(request) or self._follows(request):
                 continue
             match, need = self._rows.match(request, 0), available + 1
             if not request.in_flight:
@@ -335,7 +355,7 @@ class Scheduler:
             if need > available:
                 if request.blocked_since is None:
                     request.blocked_since = self._step
-                if self._step - request.blocked_since >= self._patience:
+                if self._step - request.blocked_since >= self._admission.patience:
                     break
                 continue
             if self._finds_leader(request, match):
@@ -359,6 +379,7 @@ class Scheduler:
         request.blocked_since = None
         self._rows.open(request, match)
         request.admissions += 1
+        self._tenants.start(request, max(0, len(request.prompt_token_ids) - match.cells))
         if request.cached_tokens is None:
             request.cached_tokens = min(match.cells, len(request.prompt_token_ids))
             self._counts["prompt_tokens"] += len(request.prompt_token_ids)
@@ -431,9 +452,27 @@ class Scheduler:
                     return True
         return False
 
+    def _cached_cells(self, request: Request) -> int:
+        """Returns how many tokens of a request are kept."""
+        return self._rows.match(request, self._most_cached(request)).cells
+
+    def set_policy(self, policy: str) -> None:
+        """Changes the order in which requests are tried from now on."""
+        self._policy = policy
+        self._waiting.set_policy(policy)
+
+    def refill(self, seconds: float) -> None:
+        """Enters that time has passed, by which tenants may have more computed."""
+        self._tenants.refill(seconds)
+
+    def wait_s(self) -> float | None:
+        """Returns the seconds until somebody who waits for a refill may start; None for nobody."""
+        waits = [self._tenants.wait_s(request) for request in self._waiting]
+        return min((wait for wait in waits if wait is not None), default=None)
+
     def _candidates(self) -> list[Request]:
         """Returns the waiting requests that may start now, in order."""
-        first = list(itertools.islice(self._waiting, self._lookahead))
+        first = self._waiting.first(self._step, self._cached_cells)
         if not self._static:
             return first
         if all(request.status is Status.FINISHED for request in self._batch):

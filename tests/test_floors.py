@@ -15,7 +15,7 @@ FLOORS = [
     ["engine.config", "engine.params", "engine.template_worker", "engine.chips", "engine.radix"],
     ["engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
     ["engine.prefix_cache", "engine.settings"],
-    ["engine.plan", "engine.rows", "engine.scheduler"],
+    ["engine.plan", "engine.rows", "engine.waiting", "engine.scheduler"],
     ["engine.detokenize", "engine.text", "engine.chat", "engine.log", "engine.memo"],
     ["engine.models.rope", "engine.models.config", "engine.models.specs", "engine.models.tree"],
     ["engine.kv", "engine.layers", "engine.logits", "engine.sampling", "engine.strict"],

@@ -14,9 +14,10 @@ from collections import deque
 from engine.buckets import Ladder
 from engine.pages import NULL_PAGE, FilePool, PageGroup, PagePool
 from engine.params import SamplingParams
-from engine.prefix_cache import Load, Save
+from engine.prefix_cache import Delete, Load, Save
 from engine.request import Request, Status
 from engine.scheduler import Scheduler
+from engine.waiting import Admission
 
 VOCABULARY = 17
 END = 3
@@ -44,6 +45,8 @@ class Setup:
     budget: int = 16
     max_model_len: int = 64
     patience: int = 8
+    policy: str = "fcfs"
+    age_bound: int = 1024
     static: bool = False
     prefix_cache: bool = False
     pinned: bool = False
@@ -61,7 +64,9 @@ class Setup:
             groups=self.groups,
             pool=PagePool(self.num_pages, 1, len(self.groups)),
             ladder=Ladder(self.max_num_seqs, self.budget, pinned=self.pinned),
-            patience=self.patience,
+            admission=Admission(
+                patience=self.patience, policy=self.policy, age_bound=self.age_bound
+            ),
             static=self.static,
             prefix_cache=self.prefix_cache,
             pinned=self.pinned,
@@ -73,11 +78,11 @@ class Setup:
         pools = [PagePool(self.host_pages, 1, len(self.groups))] if self.host_pages else []
         return [*pools, FilePool(self.disk_pages, len(self.groups))] if self.disk_pages else pools
 
-    def request(self, id, prompt, max_tokens=8, end_ids=(), prompt_logprobs=None, space=None):
+    def request(self, id, prompt, max_tokens=8, end_ids=(), *, space=None, **fields):
         return Request(
             id=id,
             prompt_token_ids=list(prompt),
-            params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
+            params=SamplingParams(max_tokens=max_tokens, **fields),
             limit=min(len(prompt) + max_tokens, self.max_model_len),
             seed=0,
             end_ids=end_ids,
@@ -161,7 +166,10 @@ class FakeDevice:
         """Moves pages between device, slots and disk, in order."""
         for move in moves:
             if isinstance(move, Load):
-                self.loads.append(move)
+                self.loads.append((move, [self.disk[number] for number in move.numbers]))
+            elif isinstance(move, Delete):
+                for number in move.numbers:
+                    del self.disk[number]
             elif isinstance(move, Save):
                 for _, _, slot, number in move.entries:
                     self.disk[number] = self.slots[slot]
@@ -171,9 +179,8 @@ class FakeDevice:
                 page = self.slots[move.source] if move.kind == "restore" else self.page(move.source)
                 self.cells |= {(move.target, offset): cell for offset, cell in enumerate(page)}
 
-    def deliver(self, load):
-        for number, slot in zip(load.numbers, load.slots, strict=True):
-            self.slots[slot] = self.disk[number]
+    def deliver(self, load, pages):
+        self.slots |= dict(zip(load.slots, pages, strict=True))
 
     def write(self, tables, row, request, position, token):
         place, offset = divmod(position, self.setup.page_size)
@@ -243,10 +250,10 @@ class Harness:
     def finish_loads(self, all=False):
         """Delivers what was asked for from disk: some of it, whole or damaged, or all."""
         while self.device.loads and (all or self.random.random() < 0.5):
-            load = self.device.loads.pop(0)
+            load, pages = self.device.loads.pop(0)
             is_whole = self.random.random() < 0.9
             if is_whole:
-                self.device.deliver(load)
+                self.device.deliver(load, pages)
             self.scheduler.cache.loaded(load.ticket, is_whole)
             self.check_state()
 

@@ -4,7 +4,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 
 from engine.pages import PageGroup
 from engine.request import Status
+from engine.waiting import POLICIES
 from tests.engine.fake_device import END, VOCABULARY, Harness, Setup
 
 BASES = [[random.Random(seed).randrange(VOCABULARY) for _ in range(60)] for seed in range(3)]
@@ -42,6 +43,8 @@ def setups(draw):
         host_pages=host,
         disk_pages=draw(st.sampled_from([0, 5, 200, 200])) if host else 0,
         preemption=draw(st.sampled_from(["recompute", "park"])),
+        policy=draw(st.sampled_from(sorted(POLICIES))),
+        age_bound=draw(st.sampled_from([0, 20, 1024])),
         pinned=draw(st.integers(0, 7)) == 0,
     )
 
@@ -88,7 +91,8 @@ class Histories(RuleBasedStateMachine):
         rng = random.Random(seed)
         for _ in range(rng.randint(3, 8)):
             ids = rng.choice(BASES)[: rng.randint(1, 50)] + rng.choice(BASES)[: rng.choice([0, 2])]
-            self.arrive(ids, rng.choice(SPACES), max_tokens=rng.randint(0, 20))
+            fields = {"max_tokens": rng.randint(0, 20), "priority": rng.randint(0, 2)}
+            self.arrive(ids, rng.choice(SPACES), **fields)
             for _ in range(rng.randint(0, 5)):
                 self.harness.step()
 
@@ -110,6 +114,10 @@ class Histories(RuleBasedStateMachine):
         alive = [r for r in self.harness.requests if r.status is not Status.FINISHED]
         if alive:
             self.harness.scheduler.abort(data.draw(st.sampled_from(alive)).id)
+
+    @rule(policy=st.sampled_from(sorted(POLICIES)))
+    def change_policy(self, policy):
+        self.harness.scheduler.set_policy(policy)
 
     @rule()
     def clear(self):
@@ -144,7 +152,12 @@ class Histories(RuleBasedStateMachine):
 
 
 TOTALS = []
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+QUIET = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": True,
+    "phases": [Phase.generate],  # shrinking takes minutes
+}
 
 
 def play(count):
