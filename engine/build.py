@@ -42,6 +42,7 @@ from engine.programs import ProgramFactory, build_programs
 from engine.scheduler import Scheduler
 from engine.step import StepConfig
 from engine.strict import CompileCounter
+from engine.waiting import Admission
 from sharding import TENSOR_PARALLEL, make_mesh
 
 
@@ -152,6 +153,14 @@ def build_engine(config: EngineConfig) -> Built:
             groups=layout.groups,
             pool=PagePool(num_pages, 1, len(layout.groups)),
             ladder=ladder,
+            admission=Admission(
+                policy=config.policy,
+                age_bound=config.age_bound,
+                max_num_waiting=config.max_num_waiting,
+                watermark=config.watermark,
+                max_num_seqs_per_tenant=config.max_num_seqs_per_tenant,
+                tokens_per_s_per_tenant=config.tokens_per_s_per_tenant,
+            ),
             static=config.batching == "static",
             pinned=config.deterministic,
             decode_steps=config.decode_steps,

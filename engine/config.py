@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GENERATION_CONFIGS = ("auto", "none")
 BATCHING = ("continuous", "static")
 PREEMPTIONS = ("recompute", "park")
+POLICIES = ("fcfs", "priority", "shortest_first", "longest_prefix")
 
 
 def check_int(name: str, value: Any, *, low: int, high: int | None = None, remedy: str) -> None:
@@ -47,6 +48,14 @@ class EngineConfig:
         starts, and how much of it; None is none.
     preemption: one of PREEMPTIONS: what a request that gives way has is kept until room is needed,
         or copied to the host at once.
+    policy: one of POLICIES: who of those that wait is tried first. fcfs: as they came. priority: the
+        lowest `SamplingParams.priority`; such also give way last. shortest_first: the lowest limit
+        of tokens. longest_prefix: the one of which most is kept. None waits for ever: see age_bound.
+    age_bound: steps after which a request comes before all that arrived later.
+    max_num_waiting: requests that may wait; one more is refused. None: no limit.
+    watermark: share of the pages that stays free for those that run when another starts.
+    max_num_seqs_per_tenant, tokens_per_s_per_tenant: what each `SamplingParams.tenant` may run at
+        once, and have computed on average, prompts (without what is kept) and outputs together.
     overlap: plan a step before the last one's tokens are read.
     batching: one of BATCHING; "static" is a baseline for benchmarks: batches of `max_num_seqs`
         requests in arrival order, full rows until the last ends.
@@ -74,6 +83,12 @@ class EngineConfig:
     disk_cache_dir: str | os.PathLike[str] | None = None
     disk_cache_gb: float = 10.0
     preemption: str = "recompute"
+    policy: str = "fcfs"
+    age_bound: int = 1024
+    max_num_waiting: int | None = None
+    watermark: float = 0.0
+    max_num_seqs_per_tenant: int | None = None
+    tokens_per_s_per_tenant: float | None = None
     overlap: bool = True
     batching: str = "continuous"
     seed: int | None = None
@@ -126,6 +141,7 @@ class EngineConfig:
             known = ", ".join(BATCHING)
             raise ValueError(f"batching={self.batching!r} is not known; use one of {known}")
         self._check_tiers()
+        self._check_admission()
         if self.seed is not None:
             check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="use None for a fresh one")
 
@@ -151,6 +167,24 @@ class EngineConfig:
                 "disk_cache_dir needs host_cache_gb above 0, since pages go to disk by the host; "
                 "0.5 will do"
             )
+
+    def _check_admission(self) -> None:
+        if self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise ValueError(f"policy={self.policy!r} is not known; use one of {known}")
+        check_int("age_bound", self.age_bound, low=0, remedy="the default is 1024")
+        for name in ("max_num_waiting", "max_num_seqs_per_tenant"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low=1, remedy="None is no limit")
+        limits, remedy = "from 0 to below 1", "it is a share, so write 1% as 0.01"
+        check_float("watermark", self.watermark, limits=limits, remedy=remedy)
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark={self.watermark!r} must be {limits}; {remedy}")
+        if (rate := self.tokens_per_s_per_tenant) is not None:
+            remedy = "None is no limit"
+            check_float("tokens_per_s_per_tenant", rate, limits="above 0", remedy=remedy)
+            if rate <= 0:
+                raise ValueError(f"tokens_per_s_per_tenant={rate!r} must be above 0; {remedy}")
 
     def _check_pages(self) -> None:
         if self.page_size is not None:

@@ -14,12 +14,13 @@ import numpy as np
 from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape, pack, pack_tables
 from engine.buckets import Head, Ladder, Repeat
+from engine.config import POLICIES
 from engine.disk_cache import DiskCache, Segment
 from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import head_parameters
 from engine.mover import Mover
-from engine.params import HEADS, NOT_FINITE
+from engine.params import HEADS, MAX_SAMPLES, NOT_FINITE
 from engine.plan import Plan
 from engine.prefix_cache import DEVICE
 from engine.program_store import Executables, ProgramStore
@@ -28,6 +29,8 @@ from engine.results import Delta, Record, Results
 from engine.sampling import Logprobs
 from engine.scheduler import Scheduler
 from engine.strict import CompileCounter, no_compilation
+
+_MOST_SLEEP_S = 0.05  # between looks at whether a tenant may go on
 
 
 @dataclasses.dataclass
@@ -91,6 +94,9 @@ class Engine:
             for kind in (*HEADS, "score")
         }
         self._next_id = 0
+        self._num_forks = 0
+        self._is_closed = False
+        self._last_step_s = time.monotonic()
         self._pending: collections.deque[Pending] = collections.deque()
         self._results = Results(tokenizer, model_config.width)
 
@@ -99,14 +105,46 @@ class Engine:
     ) -> int:
         """Queues `request` and returns its id; raises ValueError if it can never fit.
 
-        Without `streams`, `step` returns nothing of it until it is finished, which costs less.
+        QueueFull, a ValueError too, if no more may wait. Without `streams`, `step` returns nothing
+        of it until it is finished, which costs less.
         """
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; make another")
         request.id = self._next_id
         self._next_id += 1
         self.scheduler.add(request)
         request.arrival_s = time.monotonic()
         self._results.open(request, prompt, streams)
         return request.id
+
+    def fork(self, request_id: int) -> int | None:
+        """Adds a request that goes on from where another is, with noise of its own.
+
+        It has the other's prompt, parameters and tokens so far, and shares its pages. Returns its
+        id, None if the other is not there any more. ValueError with deterministic=True, where a
+        request that starts again draws its tokens again.
+        """
+        if self.scheduler.is_pinned:
+            raise ValueError("deterministic=True has no forks; leave it out")
+        record = self._results.get(request_id)
+        if record is None:
+            return None
+        original, count = record.request, record.num_tokens
+        self._num_forks += 1
+        request = original.as_new(sample=MAX_SAMPLES + self._num_forks)
+        request.output_token_ids = original.output_token_ids[:count]
+        if record.prompt_logprobs is not None and None not in record.prompt_logprobs[1:]:
+            request.scored = len(request.prompt_token_ids)
+        self.scheduler.show_tail(original)
+        self.add_request(request, record.prompt, streams=record.streams)
+        self._results.copy(record, request)
+        return request.id
+
+    def set_policy(self, policy: str) -> None:
+        """Changes who of those that wait is tried first; ValueError if there is no such policy."""
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r} is not known; use one of {', '.join(POLICIES)}")
+        self.scheduler.set_policy(policy)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request at whatever stage it is; returns whether it was still running.
@@ -146,11 +184,16 @@ class Engine:
     def _run_step(self) -> None:
         idle = self.scheduler.cache.is_loading and not (self._pending or self.scheduler.running())
         self._mover.read_events(self.scheduler.cache, wait=idle)
+        now = time.monotonic()
+        self.scheduler.refill(now - self._last_step_s)
+        self._last_step_s = now
         plan = self.scheduler.schedule()
         if plan is not None:
             self._pending.append(self._dispatch(plan))
         else:
             self.state = self._mover.run(self.state, self.scheduler.take_moves())
+            if not self._pending and (wait_s := self.scheduler.wait_s()) is not None:
+                time.sleep(min(wait_s, _MOST_SLEEP_S))
         while len(self._pending) > (self._lag if plan is not None else 0):
             self._read(self._pending.popleft())
         for request in self.scheduler.drain():
@@ -165,7 +208,7 @@ class Engine:
         for record in self._results.records():
             record.request.restart(record.num_tokens)
             del record.request.token_times[record.num_tokens :]
-            self.scheduler.add(record.request)
+            self.scheduler.add(record.request, was_here=True)
 
     def close(self) -> None:
         """Has all that is kept of requests written to disk, if there is such a tier, and ends it.
@@ -176,6 +219,7 @@ class Engine:
             self.scheduler.cache.flush()
             self.state = self._mover.run(self.state, self.scheduler.take_moves())
         self._mover.close()
+        self._is_closed = True
 
     def clear_cache(self) -> None:
         """Lets go of all pages that are only kept."""

@@ -128,6 +128,19 @@ class Request:
         """Whether its next step is a decode."""
         return self.target <= self.computed < self.limit - 1
 
+    def as_new(self, sample: int) -> "Request":
+        """Returns a request for another output of the same, which has not run."""
+        return Request(
+            prompt_token_ids=self.prompt_token_ids,
+            params=self.params,
+            limit=self.limit,
+            seed=self.seed,
+            end_ids=self.end_ids,
+            bad_words=self.bad_words,
+            sample=sample,
+            cache_space=self.cache_space,
+        )
+
     def restart(self, num_tokens: int) -> None:
         """Goes back to waiting with its first `num_tokens` output tokens; nothing is computed."""
         del self.output_token_ids[num_tokens:]

@@ -83,6 +83,15 @@ class Results:
             {},
         )
 
+    def copy(self, record: Record, request: Request) -> None:
+        """Gives a request that has just been opened what another one's record has of its tokens."""
+        new = self._records[request.id]
+        if record.logprobs is not None:
+            new.logprobs = record.logprobs[: record.num_tokens]
+        if record.prompt_logprobs is not None:
+            new.prompt_logprobs = list(record.prompt_logprobs)
+        self.deliver(new, list(request.output_token_ids))
+
     def records(self) -> list[Record]:
         """Returns all records, in order of arrival."""
         return list(self._records.values())

@@ -144,6 +144,7 @@ class Rows:
             most = min(most, len(request.prompt_token_ids)) // grain * grain
         size, keys = self._page_size, request.page_keys
         self._add_keys(request, request.known // size)
+        del keys[request.known // size :]  # of outputs that are drawn again
         rest = page_key(request.tokens(len(keys) * size, request.known))
         return self.cache.match(request.cache_space, keys, rest, most, deepest)
 
@@ -282,7 +283,7 @@ class Rows:
         request.stored = cells
         self.seal(request)
         if cells == request.target:
-            self._put_tail(request)  # for others that wait for the same prompt
+            self.put_tail(request)  # for others that wait for the same prompt
 
     def seal(self, request: Request) -> None:
         """Gives the cache the pages of a row that are full."""
@@ -319,7 +320,7 @@ class Rows:
             cells = max(cells, request.known - 1)
         return min(cells, len(request.prompt_token_ids)) if self._pinned else cells
 
-    def _put_tail(self, request: Request) -> None:
+    def put_tail(self, request: Request) -> None:
         """Leaves the last page of a row, which is not full, for others to copy."""
         start, stop = request.sealed * self._page_size, self._stored(request)
         tip = request.tip
@@ -344,7 +345,7 @@ class Rows:
         for copy in self._copies.pop(request, ()):
             self.cache.moves.remove(copy)
         self.seal(request)
-        self._put_tail(request)
+        self.put_tail(request)
         for group, pages in enumerate(request.pages):
             self.cache.let_go(group, pages[self._passed[group][row] :][::-1])
             self.tables[group, row, : len(pages)] = NULL_PAGE

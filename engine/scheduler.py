@@ -116,6 +116,11 @@ class Scheduler:
         return self._rows.lengths
 
     @property
+    def is_pinned(self) -> bool:
+        """Whether what a request computes never depends on its company."""
+        return self._pinned
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return bool(self._requests)
@@ -136,8 +141,11 @@ class Scheduler:
         """Returns the requests that have rows, in order of admission."""
         return list(self._running.values())
 
-    def add(self, request: Request) -> None:
-        """Queues `request`. Ids grow with arrival. ValueError if it can never run."""
+    def add(self, request: Request, *, was_here: bool = False) -> None:
+        """Queues `request`. Ids grow with arrival. ValueError if it can never run.
+
+        QueueFull if no more may wait; not for one that `was_here` before.
+        """
         prompt = len(request.prompt_token_ids)
         if self._last_id is not None and request.id <= self._last_id:
             raise ValueError(f"request id {request.id} must be above the last, {self._last_id}")
@@ -154,7 +162,7 @@ class Scheduler:
                 "raise num_pages or memory_fraction, or shorten the prompt"
             )
         most = self._admission.max_num_waiting
-        if most is not None and len(self._waiting) >= most:
+        if most is not None and len(self._waiting) >= most and not was_here:
             raise QueueFull(
                 f"{len(self._waiting)} requests wait already and max_num_waiting={most}; "
                 "send it later, or raise max_num_waiting"
@@ -202,6 +210,12 @@ class Scheduler:
         if self._pinned and not draft.pieces:
             self._plan_decodes(draft)
         return self._commit(draft)
+
+    def show_tail(self, request: Request) -> None:
+        """Lets others copy what a running request has stored, to its last token."""
+        if request.status is Status.RUNNING:
+            self._rows.seal(request)
+            self._rows.put_tail(request)
 
     def take_moves(self) -> tuple[Move | Save | Load | Delete, ...]:
         """Returns, once, what is to be moved though no step is planned."""

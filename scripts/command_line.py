@@ -21,6 +21,17 @@ ENGINE_OPTIONS = (
     "page_size",
     "num_pages",
     "memory_fraction",
+    "prefix_cache",
+    "host_cache_gb",
+    "disk_cache_dir",
+    "disk_cache_gb",
+    "preemption",
+    "policy",
+    "age_bound",
+    "max_num_waiting",
+    "watermark",
+    "max_num_seqs_per_tenant",
+    "tokens_per_s_per_tenant",
     "overlap",
     "batching",
     "generation_config",
@@ -63,6 +74,7 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     integer("page_size", "Tokens of a KV page, a power of two.")
     integer("num_pages", "Pages of the KV pool.")
     flags.DEFINE_float("memory_fraction", None, "Share of the memory to use.", flag_values=values)
+    define_cache_flags(values)
     flags.DEFINE_bool(
         "overlap", None, "Plan a step before the last one is read.", flag_values=values
     )
@@ -79,6 +91,32 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("strict", None, "Warnings and late compilations fail.", flag_values=values)
     flags.DEFINE_string(
         "batching", None, "continuous, or static, the benchmarks' baseline.", flag_values=values
+    )
+
+
+def define_cache_flags(values: flags.FlagValues) -> None:
+    """Defines the options of what is kept of requests, and of who may start."""
+    for name, text in {
+        "host_cache_gb": "Host memory for pages that the device has no room for.",
+        "disk_cache_gb": "How much of --disk_cache_dir.",
+        "watermark": "Share of the pages that stays free when another request starts.",
+        "tokens_per_s_per_tenant": "What a tenant may have computed, on average.",
+    }.items():
+        flags.DEFINE_float(name, None, text, flag_values=values)
+    for name, text in {
+        "disk_cache_dir": "A folder for pages, which later starts find again.",
+        "preemption": "recompute, or park: copy what gives way to the host at once.",
+        "policy": "fcfs, priority, shortest_first or longest_prefix.",
+    }.items():
+        flags.DEFINE_string(name, None, text, flag_values=values)
+    for name, text in {
+        "age_bound": "Steps after which a request comes before later ones.",
+        "max_num_waiting": "Requests that may wait.",
+        "max_num_seqs_per_tenant": "Requests of a tenant that run at once.",
+    }.items():
+        flags.DEFINE_integer(name, None, text, flag_values=values)
+    flags.DEFINE_bool(
+        "prefix_cache", None, "Keep what was computed for prompts alike.", flag_values=values
     )
 
 

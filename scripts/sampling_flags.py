@@ -23,6 +23,7 @@ INTEGERS = {
     "min_tokens": "No end counts before so many tokens.",
     "logprobs": "Likeliest tokens to report at each output position.",
     "prompt_logprobs": "Likeliest tokens to report at each prompt position.",
+    "priority": "Lower goes first, with --policy=priority.",
     "truncate_prompt_tokens": "Keep so many tokens of a prompt's end.",
 }
 SWITCHES = {
@@ -41,7 +42,11 @@ LISTS = {
     "stop_token_ids": "A token id that ends an output; may be repeated.",
     "allowed_token_ids": "A token id that may be sampled, no other; may be repeated.",
 }
-MODES = {"logprobs_mode": "raw, or processed: of what tokens are drawn from."}
+MODES = {
+    "logprobs_mode": "raw, or processed: of what tokens are drawn from.",
+    "cache_salt": "Only requests with the same salt share what is kept.",
+    "tenant": "Whose limits a request counts for.",
+}
 FIELDS = (*NUMBERS, *INTEGERS, *SWITCHES, *TEXTS, *LISTS, *MODES)
 
 
