@@ -48,9 +48,9 @@ class EngineConfig:
         starts, and how much of it; None is none.
     preemption: one of PREEMPTIONS: what a request that gives way has is kept until room is needed,
         or copied to the host at once.
-    policy: one of POLICIES: who of those that wait is tried first. fcfs: as they came. priority: the
-        lowest `SamplingParams.priority`; such also give way last. shortest_first: the lowest limit
-        of tokens. longest_prefix: the one of which most is kept. None waits for ever: see age_bound.
+    policy: one of POLICIES: who of those that wait is tried first. fcfs: as they came. priority:
+        the lowest `SamplingParams.priority`; such also give way last. shortest_first: the lowest
+        limit of tokens. longest_prefix: the one of which most is kept.
     age_bound: steps after which a request comes before all that arrived later.
     max_num_waiting: requests that may wait; one more is refused. None: no limit.
     watermark: share of the pages that stays free for those that run when another starts.

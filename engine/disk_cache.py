@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from engine.log import logger
-from engine.prefix_cache import DISK, Load, PrefixCache, Save
+from engine.moves import DISK, Load, Save
+from engine.prefix_cache import PrefixCache
 
 _DIGEST_BYTES = 32
 _SUFFIX = ".kv"
@@ -45,7 +46,7 @@ class Segment:
 
     @property
     def run(self) -> tuple[Any, bytes, int, list[int], list[tuple[int, int]]]:
-        """What `PrefixCache.add_saved` is told of it."""
+        """What `Tiers.add_saved` is told of it."""
         return self.space, self.tokens, self.first, self.lengths, self.entries
 
 
@@ -113,7 +114,7 @@ class DiskCache:
                 kept.append(segment)
         added = 0
         for segment in sorted(kept, key=lambda each: (each.first, -len(each.tokens))):
-            numbers = cache.add_saved(DISK, *segment.run)
+            numbers = cache.tiers.add_saved(DISK, *segment.run)
             if numbers is not None:
                 self._place |= {number: (segment, i) for i, number in enumerate(numbers)}
                 found.remove(segment)

@@ -20,9 +20,9 @@ from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import head_parameters
 from engine.mover import Mover
+from engine.moves import DEVICE
 from engine.params import HEADS, MAX_SAMPLES, NOT_FINITE
 from engine.plan import Plan
-from engine.prefix_cache import DEVICE
 from engine.program_store import Executables, ProgramStore
 from engine.request import Request, ScoredToken
 from engine.results import Delta, Record, Results
@@ -182,7 +182,9 @@ class Engine:
         return self._results.take()
 
     def _run_step(self) -> None:
-        idle = self.scheduler.cache.is_loading and not (self._pending or self.scheduler.running())
+        idle = self.scheduler.cache.tiers.is_loading and not (
+            self._pending or self.scheduler.running()
+        )
         self._mover.read_events(self.scheduler.cache, wait=idle)
         now = time.monotonic()
         self.scheduler.refill(now - self._last_step_s)
@@ -216,7 +218,7 @@ class Engine:
         The engine runs nothing any more.
         """
         if self._mover.disk is not None:
-            self.scheduler.cache.flush()
+            self.scheduler.cache.tiers.flush()
             self.state = self._mover.run(self.state, self.scheduler.take_moves())
         self._mover.close()
         self._is_closed = True
@@ -228,7 +230,7 @@ class Engine:
 
     def write_cache(self, disk: DiskCache) -> int:
         """Has all that is on the device and the host written; returns how many segments."""
-        saves = list(self.scheduler.cache.saves())
+        saves = list(self.scheduler.cache.tiers.saves())
         for save in saves:
             disk.save(save, self._mover.pages(self.state, save))
         return len(saves)
@@ -241,7 +243,7 @@ class Engine:
         pages = disk.read(segment)
         if pages is None:
             return False
-        numbers = self.scheduler.cache.add_saved(DEVICE, *segment.run)
+        numbers = self.scheduler.cache.tiers.add_saved(DEVICE, *segment.run)
         if numbers is None:
             return False
         self.state = self._mover.put(self.state, numbers, pages)

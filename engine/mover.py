@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from engine.disk_cache import DiskCache
+from engine.moves import DEVICE, Delete, Load, Move, Save
 from engine.pages import NULL_PAGE
-from engine.prefix_cache import DEVICE, Delete, Load, Move, PrefixCache, Save
+from engine.prefix_cache import PrefixCache
 from engine.programs import MOVES
 from engine.state import State
 
@@ -93,12 +94,12 @@ class Mover:
             kind, *what = self.disk.events.get()
             wait = False
             if kind == "lost":
-                cache.lost(set(what[0]))
+                cache.tiers.lost(set(what[0]))
                 continue
             ticket, pages = what
             for slot, page in (pages or {}).items():
                 self._slots[slot] = self._on_host(page)
-            cache.loaded(ticket, pages is not None)
+            cache.tiers.loaded(ticket, pages is not None)
 
     def close(self) -> None:
         """Returns when all that goes to disk is there."""

@@ -4,7 +4,7 @@
 import dataclasses
 
 from engine.buckets import Body
-from engine.prefix_cache import Delete, Load, Move, Save
+from engine.moves import Delete, Load, Move, Save
 from engine.request import Request
 
 

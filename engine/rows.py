@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.moves import DEVICE, DISK, Delete, Load, Move, Save
 from engine.pages import NULL_PAGE, PageGroup, PagePool
-from engine.prefix_cache import DEVICE, DISK, Delete, Load, Match, Move, PrefixCache, Save
+from engine.prefix_cache import Match, PrefixCache
 from engine.radix import Tip, common_tokens, page_key
 from engine.request import Request
 
@@ -149,8 +150,8 @@ class Rows:
         return self.cache.match(request.cache_space, keys, rest, most, deepest)
 
     def lift(self, match: Match, most: int) -> tuple[int, bool]:
-        """Brings up what a match has below the device; see `PrefixCache.lift`."""
-        return self.cache.lift(match, most)
+        """Brings up what a match has below the device; see `Tiers.lift`."""
+        return self.cache.tiers.lift(match.low, most)
 
     def _add_keys(self, request: Request, places: int) -> None:
         """Brings the keys of a request up to so many pages."""
@@ -205,7 +206,7 @@ class Rows:
         for group, pages in enumerate(match.pages):
             passed = min(places, self._groups[group].first_cell(match.cells) // self._page_size)
             self._passed[group][row] = passed
-            self.cache.hold(group, pages[passed:])
+            self.cache.kept.hold(group, pages[passed:])
             self.tables[group, row, :places] = pages
         if self._prefix_cache:
             request.tip = self.cache.enter(request.cache_space, match)
@@ -216,12 +217,12 @@ class Rows:
             own = [pages[places] for pages in request.pages]
             copies = [Move("copy", *pair) for pair in zip(pin[1], own, strict=True)]
             self._copies[request] = copies
-            self.cache.moves += copies
+            self.cache.kept.moves += copies
 
     def take_moves(self) -> tuple[Move | Save | Load | Delete, ...]:
         """Returns, once, what is to be moved before the step that is planned now, in order."""
-        moves = tuple(self.cache.moves)
-        self.cache.moves.clear()
+        moves = tuple(self.cache.kept.moves)
+        self.cache.kept.moves.clear()
         self._copies.clear()
         for pin in self._pins:
             self.cache.unpin(*pin)
@@ -239,7 +240,7 @@ class Rows:
         for group, pages in enumerate(request.pages):
             held = len(pages)
             if places > held:
-                self.cache.make_room(places - held)
+                self.cache.kept.make_room(places - held)
                 pages += self._pool.take(_PARTITION, group, places - held)
                 self.tables[group, row, held:places] = pages[held:]
         self._set_quiet(request)
@@ -255,7 +256,7 @@ class Rows:
             passed = self._passed[group][row]
             first = self._groups[group].first_cell(request.computed) // self._page_size
             if first > passed:
-                self.cache.let_go(group, pages[passed:first])
+                self.cache.kept.let_go(group, pages[passed:first])
                 pages[passed:first] = [NULL_PAGE] * (first - passed)
                 self.tables[group, row, passed:first] = NULL_PAGE
                 self._passed[group][row] = first
@@ -304,8 +305,8 @@ class Rows:
 
     def _replace(self, request: Request, group: int, place: int, number: int) -> None:
         """Lets a row share the cache's page in place of its own."""
-        self.cache.hold(group, [number])
-        self.cache.let_go(group, [request.pages[group][place]])
+        self.cache.kept.hold(group, [number])
+        self.cache.kept.let_go(group, [request.pages[group][place]])
         request.pages[group][place] = number
         self.tables[group, request.running_row, place] = number
 
@@ -343,18 +344,18 @@ class Rows:
         """
         row = request.running_row
         for copy in self._copies.pop(request, ()):
-            self.cache.moves.remove(copy)
+            self.cache.kept.moves.remove(copy)
         self.seal(request)
         self.put_tail(request)
         for group, pages in enumerate(request.pages):
-            self.cache.let_go(group, pages[self._passed[group][row] :][::-1])
+            self.cache.kept.let_go(group, pages[self._passed[group][row] :][::-1])
             self.tables[group, row, : len(pages)] = NULL_PAGE
             self._passed[group][row] = 0
         self.lengths[:, row] = 0
         if request.tip is not None:
             last = request.tip.tail or request.tip.node
             if park and last is not None:
-                self.cache.park(last, park)
+                self.cache.tiers.park(last, park)
             self.cache.leave(request.tip)
             request.tip = None
         request.pages = [[] for _ in self._groups]

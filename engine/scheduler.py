@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from engine.buckets import Ladder
+from engine.moves import DEVICE, DISK, Delete, Load, Move, Save
 from engine.pages import PageGroup, PagePool
 from engine.params import NO_TOKEN, NOT_FINITE
 from engine.plan import Draft, Piece, Plan, make_piece
-from engine.prefix_cache import DEVICE, DISK, Delete, Load, Match, Move, PrefixCache, Save
+from engine.prefix_cache import Match, PrefixCache
 from engine.request import Request, Status
 from engine.rows import Rows
 from engine.waiting import FIRST_COME, Admission, QueueFull, Tenants, Waiting

@@ -102,7 +102,7 @@ def main() -> None:
         llm = None
         if rows:
             with usage_errors():
-                llm = LLM(model, **options)
+                llm = files.enter_context(LLM(model, **options))
         start_s = time.monotonic() - started
         if mode in UNSAMPLED:
             write = write_scores if mode == "score" else write_vectors

@@ -14,7 +14,8 @@ FLOORS = [
     ["pallas_kernels", "sharding", "checkpoints"],
     ["engine.config", "engine.params", "engine.template_worker", "engine.chips", "engine.radix"],
     ["engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
-    ["engine.prefix_cache", "engine.settings"],
+    ["engine.moves", "engine.kept_pages", "engine.tiers", "engine.prefix_cache"],
+    ["engine.settings"],
     ["engine.plan", "engine.rows", "engine.waiting", "engine.scheduler"],
     ["engine.detokenize", "engine.text", "engine.chat", "engine.log", "engine.memo"],
     ["engine.models.rope", "engine.models.config", "engine.models.specs", "engine.models.tree"],
@@ -33,7 +34,7 @@ FLOORS = [
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
-HOST_ONLY = [*(name for floor in FLOORS[1:6] for name in floor), "engine.batch"]
+HOST_ONLY = [*(name for floor in FLOORS[1:7] for name in floor), "engine.batch"]
 
 
 def module_name(path, root):

@@ -12,9 +12,9 @@ import random
 from collections import deque
 
 from engine.buckets import Ladder
+from engine.moves import Delete, Load, Save
 from engine.pages import NULL_PAGE, FilePool, PageGroup, PagePool
 from engine.params import SamplingParams
-from engine.prefix_cache import Delete, Load, Save
 from engine.request import Request, Status
 from engine.scheduler import Scheduler
 from engine.waiting import Admission
@@ -254,7 +254,7 @@ class Harness:
             is_whole = self.random.random() < 0.9
             if is_whole:
                 self.device.deliver(load, pages)
-            self.scheduler.cache.loaded(load.ticket, is_whole)
+            self.scheduler.cache.tiers.loaded(load.ticket, is_whole)
             self.check_state()
 
     def run(self, max_steps=5000):

@@ -129,7 +129,7 @@ class Histories(RuleBasedStateMachine):
         """A segment could not be written, as on a full disk."""
         if self.harness.device.disk and self.setup.disk_pages:
             number = self.harness.random.choice(sorted(self.harness.device.disk))
-            self.harness.scheduler.cache.lost({number})
+            self.harness.scheduler.cache.tiers.lost({number})
 
     @invariant()
     def all_is_accounted_for(self):
@@ -145,7 +145,7 @@ class Histories(RuleBasedStateMachine):
         scheduler = self.harness.scheduler
         free = scheduler._pool.num_free(0)
         assert free + scheduler._pool.counts(0, 0).cached <= self.setup.num_pages - 1
-        scheduler.cache.make_room(self.setup.num_pages - 1)  # all that is kept can go
+        scheduler.cache.kept.make_room(self.setup.num_pages - 1)  # all that is kept can go
         self.harness.device.move(scheduler.take_moves())
         self.harness.check_state()
         TOTALS.append(scheduler.stats())
