@@ -22,6 +22,9 @@ POLICIES: dict[str, Callable[[Request], tuple[Any, ...]]] = {
 }
 
 
+_MATCHED = 64  # of those that wait, whose prefixes are looked up in a step
+
+
 class QueueFull(ValueError):
     """No more requests may wait; send it later."""
 
@@ -99,11 +102,13 @@ class Waiting:
                 break
             if request_id in self._requests:
                 chosen[request_id] = self._requests[request_id]
-        rest = self._order[: self._window + len(chosen)]
-        requests = [self._requests[e[-1]] for e in rest if e[-1] not in chosen][: self._window]
-        if self._policy == "longest_prefix":
+        by_prefix = self._policy == "longest_prefix"
+        count = max(self._window, _MATCHED) if by_prefix else self._window
+        rest = self._order[: count + len(chosen)]
+        requests = [self._requests[e[-1]] for e in rest if e[-1] not in chosen]
+        if by_prefix:
             requests.sort(key=lambda r: (not r.preemptions, -cells(r), r.id))
-        return [*chosen.values(), *requests]
+        return [*chosen.values(), *requests[: self._window]]
 
 
 class Tenants:

@@ -40,7 +40,7 @@ def make_output(times, reason="length"):
 
 
 def test_times_of_a_request():
-    metrics = request_metrics(make_request([2.0, 2.5, 4.0], preemptions=2), cached_tokens=1)
+    metrics = request_metrics(make_request([2.0, 2.5, 4.0], preemptions=2, cached_tokens=1))
     assert metrics.queue_s == 0.5
     assert metrics.ttft_s == 1.0
     assert metrics.tpot_s == 1.0
