@@ -96,7 +96,7 @@ def same_parameters(one, other) -> None:
 
 
 def engine_on(
-    llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False, prefix_cache=False
+    llm: LLM, *, num_pages=None, budget=None, overlap=True, static=False, prefix_cache=True
 ) -> Engine:
     """Returns a fresh engine on `llm`'s programs, with a pool or token budget of its own."""
     built = llm.built
