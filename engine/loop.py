@@ -14,7 +14,7 @@ import numpy as np
 from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape, pack, pack_tables
 from engine.buckets import Head, Ladder, Repeat
-from engine.disk_cache import DiskCache, Segment
+from engine.disk_cache import DiskCache
 from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import head_parameters
@@ -27,6 +27,7 @@ from engine.request import Request, ScoredToken
 from engine.results import Delta, Record, Results
 from engine.sampling import Logprobs
 from engine.scheduler import Scheduler
+from engine.segment_file import Segment
 from engine.strict import CompileCounter, no_compilation
 
 
