@@ -184,10 +184,10 @@ def are_below(numbers: Any, limit: int) -> bool:
     return isinstance(numbers, list) and all(type(n) is int and 0 <= n < limit for n in numbers)
 
 
-def as_tuples(value: Any) -> Any:
+def as_tuples(value: Any, deepest: int = 8) -> Any:
     """Returns a value as it was before it went through JSON; TypeError if it was no space."""
-    if isinstance(value, list):
-        return tuple(map(as_tuples, value))
+    if isinstance(value, list) and deepest > 0:
+        return tuple(as_tuples(part, deepest - 1) for part in value)
     if not isinstance(value, _VALUES):
         raise TypeError(f"{type(value).__name__} is not a part of a space")
     return value
