@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.disk_cache import DiskCache
+from engine.disk_cache import DiskCache, parents_first
 from engine.loop import Engine
 
 
@@ -66,7 +66,7 @@ class CacheControl:
                 f"{folder} has nothing of this model and version; export it again with them"
             )
         count = 0
-        for segment in sorted(segments, key=lambda each: (each.first, -len(each.tokens))):
+        for segment in parents_first(segments):
             if self._engine.read_segment(disk, segment):
                 count += 1
         return count

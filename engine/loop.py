@@ -15,7 +15,7 @@ from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape, pack, pack_tables
 from engine.buckets import Head, Ladder, Repeat
 from engine.config import POLICIES
-from engine.disk_cache import DiskCache, Segment
+from engine.disk_cache import DiskCache
 from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import head_parameters
@@ -28,6 +28,7 @@ from engine.request import Request, ScoredToken
 from engine.results import Delta, Record, Results
 from engine.sampling import Logprobs
 from engine.scheduler import Scheduler
+from engine.segment_file import Segment
 from engine.strict import CompileCounter, no_compilation
 
 _MOST_SLEEP_S = 0.05  # between looks at whether a tenant may go on

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kept pages move between tiers: down when room is needed, up when a request wants them."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from engine.kept_pages import MOVING, Group, KeptPages
@@ -23,6 +24,8 @@ class Tiers:
         """Moves the last pages of a leaf a tier down, or drops them if there is no room."""
         tier, last = node.tier, len(node.keys)
         first = max(self._kept.first_idle(node) if tier == DEVICE else 0, last - BATCH[tier])
+        if tier + 1 == DISK:
+            first = max(first, self._file_start(node))
         if first:
             self._kept.split(node, first)
         node.busy = MOVING
@@ -73,6 +76,22 @@ class Tiers:
             for index, number in enumerate(run)
             if number != NULL_PAGE and below[group][index] == NULL_PAGE
         ]
+
+    def _file_start(self, node: Node) -> int:
+        """Returns the page of a run from which on all are on disk, or none is.
+
+        What goes to disk as a segment has no page of a run that another has, else who finds it
+        later finds a run with holes.
+        """
+        last = None
+        for index in reversed(range(len(node.keys))):
+            is_there = any(run[index] for run in node.pages[DISK])
+            if not is_there and not any(run[index] for run in node.nearest):
+                continue
+            if last not in (None, is_there):
+                return index + 1
+            last = is_there
+        return 0
 
     def _segment(self, node: Node, entries: list[tuple[int, int, int, int]]) -> Save:
         """Returns what is to be written of a node that goes to disk."""
@@ -228,7 +247,14 @@ class Tiers:
                 yield self._segment(node, entries)
 
     def flush(self) -> None:
-        """Has all that is not on disk saved there, the most recently used first, as room allows."""
+        """Has all that is not on disk saved there, as room allows: the last used, and written last.
+
+        So the times of files tell which were used before which.
+        """
+        for node in list(self._kept.nodes()):
+            while node.tier != DISK and (start := self._file_start(node)):
+                node = self._kept.split(node, start)
+        saves: list[Save] = []
         nodes = [
             node for node in self._kept.nodes() if node.parent is not None and node.tier != DISK
         ]
@@ -241,19 +267,32 @@ class Tiers:
             ]
             if not entries:
                 continue
-            while self._kept.disk.num_free(0) < len(entries):
-                oldest = self._kept.oldest(DISK)
-                if oldest is None or oldest.used >= node.used:
-                    return
-                if oldest.tier == DISK:
-                    self._kept.drop(oldest)
-                else:
-                    self._kept.unset_all(oldest, DISK)
+            if not self._make_older_room(node, len(entries)):
+                break
             for place, (group, index, source, _) in enumerate(entries):
                 node.pages[DISK][group][index] = number = self._kept.take(DISK, group)
                 entries[place] = (group, index, source, number)
             self._kept.disk.put_together([number for _, _, _, number in entries])
-            self._kept.moves.append(self._segment(node, entries))
+            saves.append(self._segment(node, entries))
+        self._kept.moves += reversed(saves)
+
+    def _make_older_room(self, node: Node, count: int) -> bool:
+        """Whether the disk has room for so many pages, if what is older than a node goes."""
+        while self._kept.disk.num_free(0) < count:
+            oldest = self._kept.oldest(DISK)
+            if oldest is None or oldest.used >= node.used:
+                return False
+            if oldest.tier == DISK:
+                self._kept.drop(oldest)
+            else:
+                self._kept.unset_all(oldest, DISK)
+        return True
+
+    def _is_complete(self, length: int, entries: list[tuple[int, int]]) -> bool:
+        """Whether entries of a run have every page of the groups whose layers see all."""
+        had, groups = Counter(group for group, _ in entries), self._kept.groups
+        full = [g for g, group in enumerate(groups) if group.window is None]
+        return all(had[g] == length for g in full) and max(had, default=0) < len(groups)
 
     def add_saved(
         self,
@@ -267,8 +306,10 @@ class Tiers:
         """Adds a segment, as `Save` has it, to a tier; returns the numbers of its pages there.
 
         entries: (group, index in the run) of its pages. None if what is before it is not there, if
-        there is no room, or it is there already.
+        there is no room, it is there already, or lacks a page.
         """
+        if not self._is_complete(len(lengths), entries):
+            return None
         size = self._kept.key_bytes
         starts = [place * size for place in range(first)]
         keys = [tokens[start : start + size] for start in starts]

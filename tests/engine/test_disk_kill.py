@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that are killed while they park pages leave nothing behind that gives a wrong token.
+
+The next process checks all that it says against tokens computed without a cache, and its log has
+a count of the files that its start dropped.
+"""
+
+import json
+import os
+import pathlib
+import random
+import re
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.engine.conftest import golden, greedy
+
+ROOT = pathlib.Path(__file__).parents[2]
+KILLS = [2, pytest.param(30, marks=pytest.mark.slow)]
+MOST_SECONDS = 60  # of a process, until it has said something
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """A file of 24 prompts and their tokens, in 8 families that share 3 pages: 96 pages in all."""
+    rng = random.Random(0)
+    families = [rng.choices(range(3, 300), k=48) for _ in range(8)]
+    prompts = [prefix + rng.choices(range(3, 300), k=40) for prefix in families for _ in range(3)]
+    llm, pairs = golden("llama"), []
+    for index, prompt in enumerate(prompts):
+        [output] = llm.generate([prompt], greedy(8, cache_salt=f"job {index}"))
+        assert output.metrics.cached_tokens == 0
+        pairs.append([prompt, output.outputs[0].token_ids])
+    path = tmp_path_factory.mktemp("jobs") / "jobs.json"
+    path.write_text(json.dumps(pairs))
+    return path
+
+
+def files(folder):
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def run_and_kill(folder, jobs, seed, log):
+    """Returns how many files the start dropped, and how many pages the process read from disk."""
+    rng, before = random.Random(seed), files(folder)
+    command = [sys.executable, "-m", "tests.engine.parking_process", folder, jobs, str(seed)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    try:
+        assert process.stdout.readline() == "ready\n", log.read_text()
+        kept = files(folder)
+        assert kept <= before, "a start writes nothing"
+        start, patience = files(folder), time.monotonic() + MOST_SECONDS
+        while files(folder) <= start and time.monotonic() < patience:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.5))
+    finally:
+        process.kill()
+    said, _ = process.communicate()
+    assert process.returncode == -9, said + log.read_text()
+    assert "wrong" not in said, said
+    lines = said.split("\n")[:-1]
+    return len(before - kept), int(lines[-1]) if lines else 0
+
+
+def dropped_by_log(text):
+    """Returns how many files a start says that it has dropped."""
+    found = re.findall(r"(\d+) files of|(\d+) dropped \(", text)
+    return sum(int(number) for numbers in found for number in numbers if number)
+
+
+def damage(folder, rng):
+    """Damages two files: one is cut, of one a page is other numbers. Whether there were two."""
+    whole = sorted(folder.glob("*.kv"))
+    if len(whole) < 2:
+        return False
+    cut, changed = rng.sample(whole, 2)
+    os.truncate(cut, cut.stat().st_size - 5)
+    page = struct.pack("<3072f", *(rng.gauss(0, 3) for _ in range(3072)))
+    changed.write_bytes(changed.read_bytes()[: -len(page)] + page)
+    return True
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_no_kill_leaves_a_page_that_is_wrong_and_a_start_says_what_it_drops(tmp_path, jobs, kills):
+    folder, log = tmp_path / "pages", tmp_path / "log"
+    reads = unfinished = planted = refused = 0
+    for seed in range(kills):
+        unfinished += any(name.endswith(".part") for name in files(folder))
+        dropped, read = run_and_kill(folder, jobs, seed, log)
+        text = log.read_text()
+        assert dropped == dropped_by_log(text), text
+        refused += text.count("is damaged; it is dropped") + text.count("it is cut off")
+        reads += read
+        planted += seed % 3 == 0 and damage(folder, random.Random(seed))
+    print(f"pages read: {reads}; unfinished files: {unfinished}; damaged: {planted}, {refused}")
+    if kills > 2:
+        assert reads > 100 and unfinished > 2 and planted > 5 and refused >= planted
