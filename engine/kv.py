@@ -109,10 +109,16 @@ def place_set(pool: Pool, place: Any, array: jax.Array) -> Pool:
 
 
 def copy_pages(pool: Pool, from_C: jax.Array, to_C: jax.Array) -> Pool:
-    """Returns `pool` with pages from_C copied to to_C, in every place: all read, then written."""
+    """Returns `pool` with pages from_C copied to to_C, in every place; none of to_C is read."""
     if isinstance(pool, tuple):
         return tuple(array.at[to_C].set(array[from_C]) for array in pool)
-    return pool.at[:, to_C].set(pool[:, from_C])
+
+    # One by one: XLA for TPU makes a copy of the whole pool for a gather and a scatter of it.
+    def copy(index, pool):
+        page = jax.lax.dynamic_slice_in_dim(pool, from_C[index], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, to_C[index], axis=1)
+
+    return jax.lax.fori_loop(0, from_C.shape[0], copy, pool)
 
 
 def take_pages(pool: Pool, page_C: jax.Array) -> tuple[jax.Array, ...]:

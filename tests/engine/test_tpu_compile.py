@@ -28,7 +28,7 @@ from engine.buckets import Ladder
 from engine.kv import kv_layout
 from engine.loading import abstract_parameters
 from engine.models import llama, qwen_moe
-from engine.programs import ProgramFactory
+from engine.programs import MOVES, ProgramFactory
 from engine.step import StepConfig
 from sharding import TENSOR_PARALLEL, make_mesh
 
@@ -134,7 +134,8 @@ def largest_programs(factory, ladder):
         chosen["+".join(group.kind for group in body)] = factory.body(body)
     for head in sorted(ladder.heads(), key=lambda head: head.rows):
         chosen[head.kind] = factory.head(head)
-    return chosen
+    moves = (factory.copy(), factory.park(), factory.restore())
+    return chosen | {program.name: program for program in moves}
 
 
 def compile_timed(program):
@@ -161,7 +162,7 @@ def check_memory(what, memory, chip, pool_bytes):
     in_use += memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert in_use <= HBM_BYTES[chip], f"{what}: {in_use} bytes do not fit a {chip}"
     assert memory.temp_size_in_bytes < MAX_TEMPORARIES, what
-    if what != "score":  # which is not given the state
+    if what not in ("score", "park"):  # which are not given the state
         assert memory.alias_size_in_bytes >= pool_bytes, f"{what}: the pool is copied"
 
 
@@ -172,6 +173,8 @@ def check_collectives(what, found, case):
     elif "chunk" in what or "decode" in what:
         # The embedding's, and in the layer those after attention and MLP: activations only.
         assert kinds == {"all-reduce": 3}, what
+    elif what in ("copy", "park", "restore"):
+        assert not kinds, what
     elif what in ("greedy", "score"):
         assert max(size for _, size in found) < 2**20, f"{what}: logits cross chips, {found}"
     else:
@@ -187,7 +190,7 @@ def test_programs_compile_for_tpu(name, libtpu, capsys):
     factory, ladder = make_factory(case, llama.from_hf(case.config))
     programs = largest_programs(factory, ladder)
     whats = {"chunk", "decode", "chunk+decode", "greedy", "sample", "logprobs", "score"}
-    assert set(programs) == whats
+    assert set(programs) == whats | {"copy", "park", "restore"}
     # One by one: libtpu compiles one program at a time, whatever the threads.
     done = {what: compile_timed(program) for what, program in programs.items()}
 
@@ -208,6 +211,11 @@ def test_programs_compile_for_tpu(name, libtpu, capsys):
     for what, (compiled, _) in done.items():
         check_memory(what, compiled.memory_analysis(), case.topology.split(":")[0], pool_bytes)
         check_collectives(what, collectives(compiled), case)
+    # What is parked is in the host's memory, one array a page.
+    parked = done["park"][0].memory_analysis()
+    pages = MOVES * factory.cfg.layout.page_bytes // case.chips
+    assert parked.host_output_size_in_bytes == pages
+    assert done["restore"][0].memory_analysis().host_argument_size_in_bytes == pages
 
 
 @pytest.mark.slow
