@@ -284,13 +284,13 @@ def report(
     model: Model, layout: KVLayout, num_pages: int, max_model_len: int, engine: Engine
 ) -> None:
     """Logs the one line of a start."""
-    tokens = (num_pages - 1) // len(layout.groups) * layout.page_size
-    if tokens < max_model_len:
+    if not engine.scheduler.fits(max_model_len):
         logger().warning(
-            "a request of max_model_len=%d tokens cannot fit the pool of about %d tokens; "
+            "a request of max_model_len=%d tokens cannot fit the pool of %d pages of %d tokens; "
             "raise num_pages or lower max_model_len",
             max_model_len,
-            tokens,
+            num_pages,
+            layout.page_size,
         )
     logger().info(
         "%s, %s layers, %s; context %d; pool of %d pages of %d tokens (%.2f GB); "

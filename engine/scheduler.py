@@ -138,6 +138,10 @@ class Scheduler:
             "cache": {**self._counts, **self._rows.cache.stats()},
         }
 
+    def fits(self, cells: int) -> bool:
+        """Whether a request of so many cells fits the pool alone."""
+        return self._rows.fits(cells)
+
     def running(self) -> list[Request]:
         """Returns the requests that have rows, in order of admission."""
         return list(self._running.values())
