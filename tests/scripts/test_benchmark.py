@@ -9,7 +9,15 @@ import pytest
 
 from checkpoints.gguf_blocks import BLOCK_TYPES
 from scripts import benchmark
-from scripts.benchmarks import sampling, scheduler
+from scripts.benchmarks import (
+    prefix,
+    prefix_engines,
+    prefix_host,
+    prefix_sharing,
+    prefix_tiers,
+    sampling,
+    scheduler,
+)
 from scripts.benchmarks.peer import ROOT
 from scripts.benchmarks.settings import Settings
 from tests.fixtures import byte_tokenizer, write_tiny
@@ -228,6 +236,56 @@ def test_scoring(measured):
     rates = {name: rate["choices_per_s"] for name, rate in figures["scoring"].items()}
     assert figures["ratio"] == pytest.approx(rates["together"] / rates["one by one"])
     assert "one by one, a second" in out and charts == {"scoring"}
+
+
+@pytest.fixture
+def prefix_model(model, monkeypatch):
+    """Returns the model's flags for the suite prefix, which runs in pools of two sizes here."""
+    load = prefix_engines.load_with_pages
+
+    def load_one(settings, pages, **options):
+        return load(settings, 31 if pages > 7 else pages, **options)  # programs that are there
+
+    for part in (prefix_sharing, prefix_tiers):
+        monkeypatch.setattr(part, "load_with_pages", load_one)
+    monkeypatch.setattr(prefix_host, "PAGES", 500)
+    flags = [flag for flag in model if "num_pages" not in flag]
+    return [*flags, "--suite=prefix", "--prefix_tokens=24", "--num_requests=6"]
+
+
+def test_prefix(command, prefix_model, tmp_path):
+    output, charts = tmp_path / "figures.json", tmp_path / "charts"
+    code, out, err = command(*prefix_model, f"--output={output}", f"--charts={charts}")
+    assert code == 0, err
+    assert [path.name for path in charts.iterdir()] == ["prefix.png"]
+    parts = json.loads(output.read_text(), parse_constant=pytest.fail)["prefix"]
+    assert set(parts) == set(prefix.PARTS)
+    for part in parts.values():
+        [one] = part["rounds"]
+        for goal in part["goals"]:
+            first, second = (one[name][goal["figure"]] for name in goal["over"])
+            assert goal["ratio"] == pytest.approx(first / second) and goal["ratio"] > 0
+    # The preempted one's whole pages came back; of the chat all that was stored was there.
+    assert parts["preempted"]["runs"]["with"]["from_host_tokens"] >= 16
+    assert parts["preempted"]["runs"]["without"]["from_host_tokens"] == 0
+    assert parts["resumed"]["facts"] == {"stored before": 39, "recomputed of them": 0}
+    assert parts["resumed"]["runs"]["without"]["cached_tokens"] == 0
+    assert parts["scoring"]["facts"] == {"choices": 6, "of a context": 24, "of a choice": 4}
+    assert out.count(">= 8.0") == 2 and "recomputed of them" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--fields=mixed"], "--fields=mixed is unknown; the parts are shared"),
+        (["--num_pages=9"], "chooses the pools itself; leave out --num_pages"),
+        (["--fields=preempted", "--max_num_seqs=1"], "needs two rows"),
+        (["--fields=preempted", "--prefix_tokens=40"], "--prefix_tokens=40 makes requests of 152"),
+    ],
+)
+def test_prefix_that_cannot_be_measured_is_named(command, prefix_model, arguments, message):
+    code, _, err = command(*prefix_model, *arguments)
+    assert code == 2 and message in err.splitlines()[-1]
 
 
 def test_startup(measured):
