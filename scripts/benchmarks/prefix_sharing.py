@@ -11,7 +11,7 @@ from typing import Any
 
 from engine import LLM
 from scripts.benchmarks.goals import WITH, WITHOUT, Goal, compare, gain
-from scripts.benchmarks.prefix_engines import check_length, load_with_pages, page_size
+from scripts.benchmarks.prefix_engines import load_with_pages, page_size
 from scripts.benchmarks.rounds import Figures, Run
 from scripts.benchmarks.settings import Settings
 from scripts.benchmarks.workload import (
@@ -39,8 +39,9 @@ def load_pair(settings: Settings) -> Pair:
     pages = rows * (-(-length // page_size(settings)) + 1)
     pair = {}
     for name in (WITH, WITHOUT):
-        pair[name] = load_with_pages(settings, pages, max_num_seqs=rows, prefix_cache=name == WITH)
-        check_length(settings, pair[name], length)
+        pair[name] = load_with_pages(
+            settings, pages, length, max_num_seqs=rows, prefix_cache=name == WITH
+        )
     return pair
 
 

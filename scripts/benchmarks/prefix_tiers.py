@@ -15,7 +15,7 @@ from engine import LLM
 from engine.request import Request
 from scripts.benchmarks.goals import WITH, WITHOUT, compare, compared, gain
 from scripts.benchmarks.peer import ROOT
-from scripts.benchmarks.prefix_engines import PAGE_SIZE, check_length, load_with_pages, page_size
+from scripts.benchmarks.prefix_engines import PAGE_SIZE, load_with_pages, page_size
 from scripts.benchmarks.rounds import Figures, Run, quiet_rounds
 from scripts.benchmarks.settings import Settings
 from scripts.benchmarks.workload import forced, workload_prompts
@@ -47,8 +47,8 @@ def measure_preempted(settings: Settings) -> dict[str, Any]:
     }
     runs: dict[str, Run] = {}
     for name, options in kinds.items():
-        llm = load_with_pages(settings, older * (1 + growth), max_num_seqs=rows, **options)
-        check_length(settings, llm, settings.prefix_tokens + growth * size)
+        pages, length = older * (1 + growth), settings.prefix_tokens + growth * size
+        llm = load_with_pages(settings, pages, length, max_num_seqs=rows, **options)
         vocabulary = llm.model_config.vocab_size
         first = workload_prompts(older, vocabulary, size)
         [last] = workload_prompts(1, vocabulary, settings.prefix_tokens)
@@ -102,8 +102,7 @@ def measure_resumed(settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headrace-disk-") as folder:
         pages = -(-2 * length // page_size(settings)) + 2
         options = {"host_cache_gb": HOST_GB, "disk_cache_dir": folder, "prefix_cache": True}
-        with load_with_pages(settings, pages, **options) as llm:
-            check_length(settings, llm, length)
+        with load_with_pages(settings, pages, length, **options) as llm:
             options |= {"page_size": PAGE_SIZE, "num_pages": llm.built.factory.num_pages}
             vocabulary = llm.model_config.vocab_size
             [prompt] = workload_prompts(1, vocabulary, settings.prefix_tokens)

@@ -8,21 +8,29 @@ time to first token and cached tokens, with what is on disk and without.
 import dataclasses
 import json
 import sys
+from typing import Any
 
 from engine import LLM, SamplingParams
 from scripts.command_line import fail
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     try:
-        llm = LLM(asked["model"], **asked["options"])
+        print(json.dumps(next_turn(json.load(sys.stdin))))
     except (ValueError, OSError) as error:
         fail("benchmark", str(error))
+
+
+def next_turn(asked: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures of what is asked.
+
+    The engine is not closed, so that the folder stays as it was for the next process.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    llm = LLM(asked["model"], **asked["options"])
     llm.engine.programs.wait()
     figures = {}
-    # Nobody else has the salts: the first and the last prompt are computed whole.
+    # Nobody else has the salts: the first prompt, which warms up, and the last are computed whole.
     for name, salt in (("warm", "warm"), ("with", None), ("without", "without")):
         one = dataclasses.replace(params, cache_salt=salt)
         [output] = llm.generate([asked["prompt"]], one)
@@ -31,8 +39,7 @@ def main() -> None:
             "ttft_s": output.metrics.ttft_s,
             "cached_tokens": output.metrics.cached_tokens,
         }
-    print(json.dumps(figures))
-    # The engine is not closed, so that the folder stays as it was for the next process.
+    return figures
 
 
 if __name__ == "__main__":
