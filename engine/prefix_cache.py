@@ -34,6 +34,8 @@ DEVICE, HOST, DISK = 0, 1, 2  # tiers; each is evicted into the next
 TIERS = ("device", "host", "disk")
 # Pages of a run that move down together: a few at a time from the device, a file's worth to disk.
 BATCH = {DEVICE: 8, HOST: 64}
+# A page that is not full is of less use than any that is: it counts as used so much earlier.
+_EARLIER = 1 << 62
 _MOVING = -1  # a node that is not to be touched, because its own pages are being moved
 
 Group = list[int]  # the pages of one group, by place or by index in a run
@@ -275,7 +277,8 @@ class PrefixCache:
         """Makes a node, and those above, the most recently used ones."""
         self._clock += 1
         for above in node.path():
-            above.used = self._clock
+            is_full = len(above.keys[-1]) == self._key_bytes
+            above.used = self._clock if is_full else self._clock - _EARLIER
             if len(self._pools) > 1 or above is node:
                 self._offer(above)
 

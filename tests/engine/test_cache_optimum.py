@@ -177,15 +177,12 @@ def longest(trace):
     return max(total)
 
 
-LOSES = pytest.mark.xfail(strict=True, reason="a page that is not full goes no sooner than others")
-
-
 @pytest.mark.parametrize(
     "kind, page_size",
     [
         ("few-shot", 1),
-        pytest.param("few-shot", 4, marks=LOSES),
-        pytest.param("chat", 4, marks=LOSES),
+        ("few-shot", 4),
+        ("chat", 4),
     ],
 )
 def test_with_little_room_there_are_as_many_hits_as_with_an_lru(kind, page_size):
@@ -200,7 +197,6 @@ def test_with_little_room_there_are_as_many_hits_as_with_an_lru(kind, page_size)
     assert too_little > 4
 
 
-@LOSES
 def test_what_is_whole_outlives_what_is_not():
     """Four pages: what three requests have of their own takes no room from the first one's head."""
     heads = [[10 * head + place for place in range(4)] for head in (0, 1, 2, 0)]
