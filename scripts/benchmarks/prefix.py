@@ -52,10 +52,10 @@ def tables(figures: dict[str, Any]) -> list[Table]:
         for name, part in figures["prefix"].items()
         for fact, value in part["facts"].items()
     ]
-    return [
-        Table("", heads, rows, left=[0, 1]),
-        Table("Tokens", ["part", "of what", "tokens"], facts, left=[0, 1]),
-    ]
+    found = [Table("", heads, rows, left=[0, 1])]
+    if facts:
+        found.append(Table("Counts", ["part", "of what", "count"], facts, left=[0, 1]))
+    return found
 
 
 def charts(figures: dict[str, Any]) -> list[Chart]:

@@ -54,7 +54,9 @@ def measure_preempted(settings: Settings) -> dict[str, Any]:
         [last] = workload_prompts(1, vocabulary, settings.prefix_tokens)
         runs[name] = partial(run_preempted, llm, first, last[::-1], growth * size)
         runs[name]()  # warms up
-    return compare(settings, runs, [gain("resumed_s", 4.0)], 3)
+    figures = compare(settings, runs, [gain("resumed_s", 4.0)], 3)
+    restored = figures["runs"][WITH]["from_host_tokens"]
+    return figures | {"facts": {"preempted": settings.prefix_tokens, "from the host": restored}}
 
 
 def run_preempted(

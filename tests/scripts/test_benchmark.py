@@ -268,12 +268,12 @@ def prefix_parts(command, model, monkeypatch, tmp_path):
 
 def test_prefix(prefix_parts, monkeypatch):
     load = prefix_engines.load_with_pages
-    for part in (prefix_sharing, prefix_tiers):  # a pool whose programs are there
-        monkeypatch.setattr(
-            part,
-            "load_with_pages",
-            lambda settings, pages, *rest, **options: load(settings, 31, *rest, **options),
-        )
+
+    def load_one(settings, pages, *arguments, **options):
+        return load(settings, 31, *arguments, **options)  # programs that are there
+
+    for part in (prefix_sharing, prefix_tiers):
+        monkeypatch.setattr(part, "load_with_pages", load_one)
     parts = [name for name in prefix.PARTS if name != "preempted"]
     figures, out = prefix_parts(parts, "--prefix_tokens=40", "--num_requests=6")
     # Of the chat, all that was stored was there.
