@@ -62,6 +62,7 @@ bench: $(STAMP)
 	$(call MEASURE,scheduler)
 	$(call MEASURE,steps,--requests=1)
 	$(call MEASURE,scoring)
+	$(call MEASURE,prefix)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

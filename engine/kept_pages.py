@@ -9,6 +9,8 @@ from engine.moves import DEVICE, DISK, Delete, Load, Move, Save
 from engine.pages import NULL_PAGE, FilePool, OutOfPages, PageGroup, PagePool
 from engine.radix import TOKEN_BYTES, Node, add_child, remove_child, set_tier, split, walk
 
+# A page that is not full is of less use than any that is: it counts as used so much earlier.
+_EARLIER = 1 << 62
 MOVING = -1  # a node that is not to be touched, because its own pages are being moved
 
 Group = list[int]  # the pages of one group, by place or by index in a run
@@ -83,7 +85,8 @@ class KeptPages:
         """Makes a node, and those above, the most recently used ones."""
         self.clock += 1
         for above in node.path():
-            above.used = self.clock
+            is_full = len(above.keys[-1]) == self.key_bytes
+            above.used = self.clock if is_full else self.clock - _EARLIER
             if len(self.pools) > 1 or above is node:
                 self.offer(above)
 

@@ -3,6 +3,7 @@
 
     python -m scripts.benchmark
         --suite=decode|prefill|startup|loading|peers|serving|sampling|scheduler|steps|scoring
+                |prefix
         [--output=F.json] [--charts=FOLDER] [--repeats=N]
         [--peer_python=PYTHON --peer_model=FOLDER --peer_gguf=FILE]
 
@@ -11,8 +12,9 @@ transformers and llama.cpp. prefill: prompt tokens a second. startup: a cold sta
 loading: files to parameters, beside a copy of them, and GGUF types beside the gguf package.
 serving: users' requests, with continuous batching, static batches and the peers. sampling: what
 each field costs. scheduler: host time of a step, with no device work. steps: several decode steps
-in one dispatch against one. scoring: choices in one call, and one by one. Rounds during which other
-processes used more than 0.1 core are void and done again; serving tells what they used.
+in one dispatch against one. scoring: choices in one call, and one by one. prefix: the cache of
+prefixes beside none. Rounds during which other processes used more than 0.1 core are void and done
+again; serving tells what they used.
 """
 
 import contextlib
@@ -30,6 +32,7 @@ from scripts.benchmarks import (
     multistep,
     pools,
     prefill,
+    prefix,
     sampling,
     scheduler,
     scoring,
@@ -68,6 +71,7 @@ SUITES = {
     "scheduler": Suite(scheduler.measure, scheduler.tables, scheduler.charts, "never"),
     "steps": Suite(multistep.measure, multistep.tables, multistep.charts, "never"),
     "scoring": Suite(scoring.measure, scoring.tables, scoring.charts, "never"),
+    "prefix": Suite(prefix.measure, prefix.tables, prefix.charts, "never"),
 }
 POOLS = Suite(pools.measure, pools.tables, pools.charts, "never")
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The suite sampling: what each field costs, as a share of a greedy step."""
 
-import itertools
 import os
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +10,7 @@ from engine import LLM, SamplingParams
 from scripts.benchmarks.report import Chart, Table, shown
 from scripts.benchmarks.rounds import Figures, Run, median_ratio, medians, quiet_rounds
 from scripts.benchmarks.settings import Settings
-from scripts.benchmarks.workload import decode_figures, workload_prompts
+from scripts.benchmarks.workload import decode_figures, middle_step_s, workload_prompts
 from scripts.command_line import UsageError
 
 PROMPT_TOKENS = 16
@@ -87,12 +85,7 @@ def run_fields(llm: LLM, prompts: Sequence[list[int]], batch: Sequence[dict[str,
         llm.engine.step()
     times = [request.token_times for request in requests]
     figures = decode_figures(min(r.arrival_s for r in requests), times)
-    # Of the steps in which all rows decode the middle one: some seconds of a slow machine are less
-    # in it than in their sum.
-    last_first = max(first for first, *_ in times)
-    steps = sorted({time for row in times for time in row if time >= last_first})
-    gaps = [after - before for before, after in itertools.pairwise(steps)]
-    return {**figures, "step_s": statistics.median(gaps)}
+    return {**figures, "step_s": middle_step_s(times)}
 
 
 def tables(figures: dict[str, Any]) -> list[Table]:

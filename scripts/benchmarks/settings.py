@@ -43,6 +43,7 @@ class Settings:
     counts: list[int]
     shapes: list[Shape]
     fields: list[str]
+    prefix_tokens: int
     peers: list[PeerPlan]
     peer_python: str | None
     num_requests: int
@@ -54,10 +55,11 @@ class Settings:
     def load(self, **options: Any) -> LLM:
         """Returns the model with the engine's options, those given winning over `options`.
 
-        All of its programs are loaded, so that nothing runs beside what is measured.
+        All of its programs are loaded, so that nothing runs beside what is measured. Nothing is
+        kept of requests unless `options` say so: repeated prompts are to be computed.
         """
         with usage_errors():
-            llm = LLM(self.model, **options | self.options)
+            llm = LLM(self.model, **{"prefix_cache": False} | options | self.options)
         llm.engine.programs.wait()
         return llm
 
@@ -98,8 +100,11 @@ def define_flags(suites: list[str]) -> flags.FlagValues:
     )
     shapes = ["1x64", "1x512", "8x64", "32x64", "1x2048"]
     flags.DEFINE_list("shapes", shapes, "prefill: prompts x tokens of each.", flag_values=values)
-    flags.DEFINE_list("fields", [], "sampling: only these, such as mixed.", flag_values=values)
-    integer("num_requests", 200, 1, "serving, scoring: how many requests.")
+    flags.DEFINE_list(
+        "fields", [], "sampling, prefix: only these, such as mixed.", flag_values=values
+    )
+    integer("num_requests", 200, 1, "serving, scoring, prefix: how many requests, or choices.")
+    integer("prefix_tokens", 1500, 1, "prefix: tokens of what is shared or resumed.")
     flags.DEFINE_float(
         "request_rate",
         math.inf,
@@ -133,6 +138,7 @@ def read_settings(values: flags.FlagValues) -> Settings:
         most_void=values.most_void,
         counts=[shape.requests for shape in read_shapes("requests", values.requests, "1,8,32", 1)],
         fields=values.fields,
+        prefix_tokens=values.prefix_tokens,
         shapes=read_shapes("shapes", values.shapes, "1x64,8x64", 2),
         peers=peers,
         peer_python=values.peer_python,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workload of many equal requests, how the engine runs it, and its figures."""
 
+import itertools
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -81,6 +83,16 @@ def decode_figures(start: float, token_times: Sequence[Sequence[float]]) -> dict
         "decode_tokens_per_s": len(decoded) / decode_s,
         "output_tokens_per_s": sum(len(times) for times in token_times) / (end - start),
     }
+
+
+def middle_step_s(token_times: Sequence[Sequence[float]]) -> float:
+    """Returns the time of the middle one of the steps in which all rows decode.
+
+    Some seconds of a slow machine are less in it than in the steps' sum.
+    """
+    last_first = max(first for first, *_ in token_times)
+    steps = sorted({time for row in token_times for time in row if time >= last_first})
+    return statistics.median(after - before for before, after in itertools.pairwise(steps))
 
 
 def prefill_figures(

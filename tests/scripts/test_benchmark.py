@@ -9,9 +9,19 @@ import pytest
 
 from checkpoints.gguf_blocks import BLOCK_TYPES
 from scripts import benchmark
-from scripts.benchmarks import sampling, scheduler
+from scripts.benchmarks import (
+    prefix,
+    prefix_engines,
+    prefix_host,
+    prefix_sharing,
+    prefix_tiers,
+    sampling,
+    scheduler,
+)
 from scripts.benchmarks.peer import ROOT
+from scripts.benchmarks.resume_once import next_turn
 from scripts.benchmarks.settings import Settings
+from scripts.command_line import UsageError
 from tests.fixtures import byte_tokenizer, write_tiny
 
 PNG = b"\x89PNG"
@@ -228,6 +238,77 @@ def test_scoring(measured):
     rates = {name: rate["choices_per_s"] for name, rate in figures["scoring"].items()}
     assert figures["ratio"] == pytest.approx(rates["together"] / rates["one by one"])
     assert "one by one, a second" in out and charts == {"scoring"}
+
+
+@pytest.fixture
+def prefix_parts(command, model, monkeypatch, tmp_path):
+    """Returns a function that measures parts of the suite prefix, and returns (figures, stdout)."""
+    monkeypatch.setattr(prefix_tiers, "resume_once", next_turn)  # in this process
+    monkeypatch.setattr(prefix_host, "PAGES", 500)
+
+    def run(parts, *arguments):
+        output, charts = tmp_path / "figures.json", tmp_path / "charts"
+        files = [f"--output={output}", f"--charts={charts}"]
+        flags = [flag for flag in model if "num_pages" not in flag]
+        given = ["--suite=prefix", f"--fields={','.join(parts)}", *flags, *arguments]
+        code, out, err = command(*given, *files)
+        assert code == 0, err
+        assert [path.name for path in charts.iterdir()] == ["prefix.png"]
+        figures = json.loads(output.read_text(), parse_constant=pytest.fail)["prefix"]
+        assert set(figures) == set(parts)
+        for part in figures.values():
+            [one] = part["rounds"]
+            for goal in part["goals"]:
+                first, second = (one[name][goal["figure"]] for name in goal["over"])
+                assert goal["ratio"] == pytest.approx(first / second) and goal["ratio"] > 0
+        return figures, out
+
+    return run
+
+
+def test_prefix(prefix_parts, monkeypatch):
+    load = prefix_engines.load_with_pages
+
+    def load_one(settings, pages, *arguments, **options):
+        return load(settings, 31, *arguments, **options)  # programs that are there
+
+    for part in (prefix_sharing, prefix_tiers):
+        monkeypatch.setattr(part, "load_with_pages", load_one)
+    parts = [name for name in prefix.PARTS if name != "preempted"]
+    figures, out = prefix_parts(parts, "--prefix_tokens=40", "--num_requests=6")
+    # Of the chat, all that was stored was there.
+    assert figures["resumed"]["facts"] == {"stored before": 55, "recomputed of them": 0}
+    assert figures["resumed"]["runs"]["without"]["cached_tokens"] == 0
+    assert figures["scoring"]["facts"] == {"choices": 6, "of a context": 40, "of a choice": 4}
+    assert out.count(">= 8.0") == 2 and "recomputed of them" in out
+
+
+@pytest.mark.slow  # it compiles for a pool of its own
+def test_prefix_after_a_preemption(prefix_parts):
+    figures, _ = prefix_parts(["preempted"], "--prefix_tokens=24")
+    runs = figures["preempted"]["runs"]
+    assert runs["with"]["from_host_tokens"] >= 16 and runs["without"]["from_host_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--fields=mixed"], "--fields=mixed is unknown; the parts are shared"),
+        (["--num_pages=9"], "chooses the pools itself; leave out --num_pages"),
+        (["--fields=preempted", "--max_num_seqs=1"], "needs two rows"),
+        (["--fields=shared", "--prefix_tokens=99"], "--prefix_tokens=99 makes requests of 135"),
+    ],
+)
+def test_prefix_that_cannot_be_measured_is_named(command, model, arguments, message):
+    flags = [flag for flag in model if "num_pages" not in flag]
+    code, _, err = command("--suite=prefix", *flags, *arguments)
+    assert code == 2 and message in err.splitlines()[-1]
+
+
+def test_a_second_process_that_cannot_start_is_named():
+    asked = {"model": "none", "options": {}, "prompt": [1]}
+    with pytest.raises(UsageError, match="the second process did not start"):
+        prefix_tiers.resume_once(asked)
 
 
 def test_startup(measured):
