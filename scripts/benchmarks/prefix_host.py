@@ -69,14 +69,14 @@ class Tree:
         match_s = time.perf_counter() - start
         [held] = match.pages
         tip = self.cache.enter(None, match)
-        self.cache.hold(0, held)
+        self.cache.kept.hold(0, held)
         new = keys[len(held) :]
-        self.cache.make_room(len(new))
+        self.cache.kept.make_room(len(new))
         own = self._pool.take(0, 0, len(new))
         start = time.perf_counter()
         self.cache.insert(tip, new, [own])
         insert_s = time.perf_counter() - start
-        self.cache.let_go(0, held + own)
+        self.cache.kept.let_go(0, held + own)
         self.cache.leave(tip)
         return match_s + insert_s
 
