@@ -36,6 +36,7 @@ from engine.segment_file import (
 )
 
 _SUFFIX = ".kv"
+_MOST_QUEUED_BYTES = 256 * 2**20  # of pages that wait to be written; at least one segment may
 
 
 class DiskCache:
@@ -53,6 +54,9 @@ class DiskCache:
         self._place: dict[int, tuple[Segment, int]] = {}  # by number: segment and page in it
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._jobs: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
+        self._most_queued = _MOST_QUEUED_BYTES // self._kind.page_bytes
+        self._queued = 0  # pages that wait to be written
+        self._written = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="disk cache", daemon=True)
         self._thread.start()
 
@@ -120,14 +124,27 @@ class DiskCache:
                 len(found) - len(added),
             )
 
-    def save(self, save: Save, pages: Sequence[Any]) -> None:
-        """Has pages (arrays that do not change any more) written as one segment."""
+    def save(self, save: Save, pages: Sequence[Any], *, waits: bool = False) -> None:
+        """Has pages (arrays that do not change any more) written as one segment.
+
+        If the disk is so slow that too many wait already, these are lost, or if `waits`, this does.
+        """
         path = self._folder / f"{self._prefix}{uuid.uuid4().hex}{_SUFFIX}"
         entries = [(group, index) for group, index, _, _ in save.entries]
         segment = Segment(path, save.space, save.tokens, save.first, save.lengths, entries, [], 0)
         numbers = [number for _, _, _, number in save.entries]
         self._place |= {number: (segment, index) for index, number in enumerate(numbers)}
+        with self._written:
+            while waits and self._is_busy(len(pages)):
+                self._written.wait()
+            if self._is_busy(len(pages)):
+                self.events.put(("lost", numbers))
+                return
+            self._queued += len(pages)
         self._jobs.put(("save", segment, numbers, list(pages)))
+
+    def _is_busy(self, count: int) -> bool:
+        return self._queued > 0 and self._queued + count > self._most_queued
 
     def load(self, load: Load) -> None:
         """Has pages read; an event says when they are there."""
@@ -165,6 +182,9 @@ class DiskCache:
             except (OSError, RuntimeError) as error:  # the latter: the device has lost a page
                 logger().warning("the cache of %s is not kept: %s", self._folder, error)
                 self.events.put(("lost", numbers))
+            with self._written:
+                self._queued -= len(pages)
+                self._written.notify()
         elif kind == "load":
             load, places = rest
             # Who asked for pages that were not written yet knows neither checksums nor places.

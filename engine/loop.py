@@ -233,7 +233,7 @@ class Engine:
         """Has all that is on the device and the host written; returns how many segments."""
         saves = list(self.scheduler.cache.tiers.saves())
         for save in saves:
-            disk.save(save, self._mover.pages(self.state, save))
+            disk.save(save, self._mover.pages(self.state, save), waits=True)
         return len(saves)
 
     def read_segment(self, disk: DiskCache, segment: Segment) -> bool:

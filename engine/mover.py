@@ -40,7 +40,8 @@ class Mover:
             elif self.disk is None:
                 raise AssertionError("who has no disk asks for nothing of it")
             elif isinstance(first, Save):
-                self.disk.save(first, self.pages(state, first))
+                waits = first.tier == DEVICE  # only when the engine ends
+                self.disk.save(first, self.pages(state, first), waits=waits)
             elif isinstance(first, Load):
                 self.disk.load(first)
             else:

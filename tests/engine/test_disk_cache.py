@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -426,6 +427,37 @@ def test_a_full_disk_costs_the_pages_and_not_the_engine(tmp_path, caplog):
     disk.load(Load(2, [5], [9]))
     same(disk.events.get(timeout=10)[2].values(), pages[4:])
     disk.close()
+
+
+class SlowPage:
+    """A page that is written when `may` is set, as on a slow disk."""
+
+    def __init__(self, page, may):
+        self.page, self.may = page, may
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.may.wait(10)
+        return self.page
+
+
+def test_a_slow_disk_costs_pages_and_not_the_hosts_memory(tmp_path):
+    disk, may, pages = opened(tmp_path), threading.Event(), make_pages(6)
+    disk._most_queued = 3
+    disk.save(make_save(0, 2, [1, 2]), [SlowPage(page, may) for page in pages[:2]])
+    disk.save(make_save(2, 2, [3, 4]), pages[2:4])
+    assert disk.events.get(timeout=10) == ("lost", [3, 4])
+    waiting = threading.Thread(
+        target=disk.save, args=(make_save(2, 2, [5, 6]), pages[4:]), kwargs={"waits": True}
+    )
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and disk._queued == 2
+    may.set()
+    waiting.join(10)
+    disk.load(Load(1, [5, 6], [1, 2]))
+    same(disk.events.get(timeout=10)[2].values(), pages[4:])
+    disk.close()
+    assert disk._queued == 0 and len(list(tmp_path.iterdir())) == 2
 
 
 class LostPage:
