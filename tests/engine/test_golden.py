@@ -193,10 +193,11 @@ def check_forward(llm, figures, what):
     logprobs = log_softmax(llm.forward(forced["ids"]))
     picked = logprobs[np.arange(len(forced["ids"]) - 1), forced["ids"][1:]]
     deviations.add(picked, forced["logprobs"])
-    longest = 256  # the text's: each length that is rounded up to takes a program of its own
-    for prompt in [prompt for prompt in figures["prompts"] if len(prompt["ids"]) <= longest]:
-        last = llm.forward(prompt["ids"] + [0] * (longest - len(prompt["ids"])))
-        last = last[len(prompt["ids"]) - 1]
+    for prompt in figures["prompts"]:
+        # Each length that is rounded up to takes a program of its own: short prompts share the
+        # text's. No token sees what is behind it.
+        padding = [0] * max(0, len(forced["ids"]) - len(prompt["ids"]))
+        last = llm.forward(prompt["ids"] + padding)[len(prompt["ids"]) - 1]
         top = np.argsort(-last, kind="stable")[:5]
         assert [int(token) for token in top] == [token for token, _ in prompt["top5"]]
         deviations.add(last[top], [logit for _, logit in prompt["top5"]])
