@@ -270,10 +270,6 @@ class PrefixCache:
             self.kept.drop(tip.tail)
         tip.tail = None
 
-    # Eviction
-
-    # Tiers
-
     def clear(self) -> None:
         """Lets go of everything; what running requests have stays theirs and is not kept."""
         for node in list(self.kept.nodes()):

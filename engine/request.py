@@ -114,6 +114,14 @@ class Request:
         return self.limit if self.scores_only else self.limit - 1
 
     @property
+    def most_cached(self) -> int:
+        """Tokens that need not be computed for it, if the cache has them."""
+        if self.wants_hidden:
+            return 0
+        most = self.known - 1  # the last token's logits are wanted
+        return most if self.params.prompt_logprobs is None else min(most, self.scored)
+
+    @property
     def repeats(self) -> bool:
         """Whether nothing that the host reads between two tokens can change what is next."""
         return self.head < HEADS.index("logprobs") and not self.params.stop

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens run in the next step. Knows integers: no clock, no device, no model."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from engine.buckets import Ladder
-from engine.moves import DEVICE, DISK, Delete, Load, Move, Save
+from engine.moves import DEVICE, Delete, Load, Move, Save
 from engine.pages import PageGroup, PagePool
 from engine.params import NO_TOKEN, NOT_FINITE
 from engine.plan import Draft, Piece, Plan, make_piece
 from engine.prefix_cache import Match, PrefixCache
 from engine.request import Request, Status
+from engine.reuse import Reuse
 from engine.rows import Rows
 from engine.waiting import FIRST_COME, Admission, QueueFull, Tenants, Waiting
 
 __all__ = ["Piece", "Plan", "Scheduler"]
 
 _MOVES_A_STEP = 64  # pages that come up or are parked in a step, so that others keep their pace
+_ALL = 1 << 30
 
 
 class Scheduler:
@@ -93,6 +94,7 @@ class Scheduler:
             prefix_cache=prefix_cache,
             lower=lower,
         )
+        self._reuse = Reuse(self._rows, page_size, len(groups))
         self._park = _MOVES_A_STEP if preemption == "park" else 0
         self._requests: dict[int, Request] = {}
         self._running: dict[int, Request] = {}  # in order of admission
@@ -104,7 +106,6 @@ class Scheduler:
         self._last_id: int | None = None
         self._step = 0
         self._preemptions = 0
-        self._counts: Counter[str] = Counter()
 
     @property
     def tables(self) -> np.ndarray:
@@ -135,7 +136,7 @@ class Scheduler:
             "preemptions": self._preemptions,
             "steps": self._step,
             "pages": [count._asdict() for count in counts],
-            "cache": {**self._counts, **self._rows.cache.stats()},
+            "cache": {**self._reuse.stats(), **self._rows.cache.stats()},
         }
 
     def fits(self, cells: int) -> bool:
@@ -366,24 +367,27 @@ class Scheduler:
             if request.in_flight == 0 and not self._rows.fits(request.known):
                 self._end_at_capacity(request)
                 continue
-            if not self._tenants.may_start(request) or self._follows(request):
+            if not self._tenants.may_start(request) or self._reuse.follows(request):
                 continue
             match, need = self._rows.match(request, 0), available + 1
             if not request.in_flight:
-                match, need = self._cached(request, available)
+                match, need = self._reuse.best(request, available)
             if need > available:
                 if request.blocked_since is None:
                     request.blocked_since = self._step
                 if self._step - request.blocked_since >= self._admission.patience:
                     break
                 continue
-            if self._finds_leader(request, match):
+            if self._reuse.finds_leader(request, match, self._running.values()):
                 continue
             if match.low:
-                if not self._lifts(draft, request, match):
+                most = _MOVES_A_STEP - draft.lifted if self._running else _ALL
+                is_up, moved = self._reuse.lift(request, match, most)
+                draft.lifted += moved
+                if not is_up:
                     continue
                 # What could not be brought up is computed.
-                match, need = self._cached(request, available, DEVICE)
+                match, need = self._reuse.best(request, available, DEVICE)
                 if need > available:
                     continue
             available -= need
@@ -399,81 +403,8 @@ class Scheduler:
         self._rows.open(request, match)
         request.admissions += 1
         self._tenants.start(request, max(0, len(request.prompt_token_ids) - match.cells))
-        if request.cached_tokens is None:
-            request.cached_tokens = min(match.cells, len(request.prompt_token_ids))
-            self._counts["prompt_tokens"] += len(request.prompt_token_ids)
-            self._counts["hit_tokens"] += request.cached_tokens
-            self._counts["hits"] += match.cells > 0
-        else:
-            self._counts["resumed_tokens"] += match.cells
-        self._counts["copied_pages"] += len(self._groups) * (match.source is not None)
+        self._reuse.count(request, match)
         self._plan_chunks(draft, request)
-
-    def _cached(self, request: Request, available: int, deepest: int = DISK) -> tuple[Match, int]:
-        """Returns what the cache has of a request, and the pages that it needs beside."""
-        most, rows = self._most_cached(request), self._rows
-        match = rows.match(request, most, deepest)
-        need = rows.admission_pages(request) - rows.shared_pages(match)
-        if match.source is None:
-            return match, need
-        # What is copied from is held until it is, beside all that the request needs.
-        extra = rows.source_pages(match)
-        if need + extra <= available:
-            return match, need + extra
-        whole = match.cells // self._page_size * self._page_size
-        match = rows.match(request, whole, deepest)
-        return match, rows.admission_pages(request) - rows.shared_pages(match)
-
-    def _lifts(self, draft: Draft, request: Request, match: Match) -> bool:
-        """Whether all of a match is on the device, or as much as can be, after a few moves."""
-        most = _MOVES_A_STEP - draft.lifted if self._running else 1 << 30
-        if most <= 0:
-            return False
-        taken, is_coming = self._rows.lift(match, most)
-        draft.lifted += taken
-        again = self._rows.match(request, match.cells)
-        return not again.low or not (taken or is_coming)
-
-    def _most_cached(self, request: Request) -> int:
-        """Returns how many tokens of a request may come from the cache, short of all it wants."""
-        most = request.known - 1  # the last token's logits are wanted
-        if request.params.prompt_logprobs is not None:
-            most = min(most, request.scored)
-        if request.wants_hidden:
-            most = 0
-        return most
-
-    def _follows(self, request: Request) -> bool:
-        """Whether `request` still waits for what a running one is about to store."""
-        if request.leader is None:
-            return False
-        other, admission, cells = request.leader
-        same = other.status is Status.RUNNING and other.admissions == admission
-        if same and other.stored < cells and other.tip is not None and other.tip.node is not None:
-            return True
-        request.leader = None
-        return False
-
-    def _finds_leader(self, request: Request, match: Match) -> bool:
-        """Whether a running request is about to store a page more of its tokens than there are.
-
-        So those that arrive together with one prefix compute it once.
-        """
-        for other in self._running.values():
-            tip = other.tip
-            if tip is None or other.stored >= other.target:
-                continue
-            if self._rows.cache.stands_at(tip, request.cache_space, match):
-                cells = self._rows.common_tokens(request, other, self._most_cached(request))
-                if cells - match.cells >= self._page_size:
-                    last = self._rows.page_end(cells - 1)
-                    request.leader = other, other.admissions, min(last, other.target)
-                    return True
-        return False
-
-    def _cached_cells(self, request: Request) -> int:
-        """Returns how many tokens of a request are kept."""
-        return self._rows.match(request, self._most_cached(request)).cells
 
     def set_policy(self, policy: str) -> None:
         """Changes the order in which requests are tried from now on."""
@@ -491,7 +422,7 @@ class Scheduler:
 
     def _candidates(self) -> list[Request]:
         """Returns the waiting requests that may start now, in order."""
-        first = self._waiting.first(self._step, self._cached_cells)
+        first = self._waiting.first(self._step, self._reuse.cells)
         if not self._static:
             return first
         if all(request.status is Status.FINISHED for request in self._batch):
