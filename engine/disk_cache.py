@@ -3,13 +3,15 @@
 
 A file is written under another name and renamed, so that a process that is killed leaves no half
 file under a name that is looked at. Only what was written for the same model, program and layout is
-read, files of others are left alone, and nothing is executed. Two engines may share a folder: each
-sees the files that were there when it started, and what the other deletes is a miss.
+read, and nothing is executed. Files of others are left alone while there is room for them. Two
+engines may share a folder: each sees the files that were there when it started, and what the other
+deletes is a miss.
 """
 
 import hashlib
 import os
 import queue
+import re
 import stat
 import threading
 import uuid
@@ -36,6 +38,7 @@ from engine.segment_file import (
 )
 
 _SUFFIX = ".kv"
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.kv")
 _MOST_QUEUED_BYTES = 256 * 2**20  # of pages that wait to be written; at least one segment may
 
 
@@ -96,7 +99,11 @@ class DiskCache:
         return sorted(segments, key=lambda segment: (-used[segment.path], segment.first))
 
     def restore(self, cache: PrefixCache, room: int) -> None:
-        """Adds what is in the folder to a cache with room for so many pages, and drops the rest."""
+        """Adds what is in the folder to a cache with room for so many pages, and drops the rest.
+
+        Files of other models and versions keep what room is left, the last used of them.
+        """
+        left = room * self._kind.page_bytes
         self._jobs.join()
         while not self.events.empty():
             self.events.get()
@@ -113,6 +120,7 @@ class DiskCache:
             if numbers is not None:
                 self._place |= {number: (segment, i) for i, number in enumerate(numbers)}
                 added.add(segment.path)
+                left -= len(numbers) * self._kind.page_bytes
         for segment in found:
             if segment.path not in added:
                 _delete(segment.path)
@@ -123,6 +131,25 @@ class DiskCache:
                 len(added),
                 len(found) - len(added),
             )
+        self._drop_others(left)
+
+    def _drop_others(self, room: int) -> None:
+        """Deletes the oldest files of other models and versions, beyond `room` bytes of them."""
+        others: list[tuple[int, Path, int]] = []
+        for path in self._folder.iterdir():
+            if _NAME.fullmatch(path.name) and not path.name.startswith(self._prefix):
+                with suppress(FileNotFoundError):
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode):
+                        others.append((status.st_mtime_ns, path, status.st_size))
+        dropped = 0
+        for _, path, size in sorted(others, reverse=True):
+            room -= size
+            if room < 0:
+                _delete(path)
+                dropped += 1
+        if dropped:
+            logger().info("%s: %d files of other models dropped, for room", self._folder, dropped)
 
     def save(self, save: Save, pages: Sequence[Any], *, waits: bool = False) -> None:
         """Has pages (arrays that do not change any more) written as one segment.

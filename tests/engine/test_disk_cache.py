@@ -556,6 +556,31 @@ def test_the_oldest_go_where_there_is_no_room(tmp_path, caplog):
     assert "3 segments kept, 3 dropped" in caplog.text
 
 
+def test_files_of_other_models_keep_the_room_that_is_left(tmp_path, caplog):
+    """The oldest of them go; what only looks like one does not, and nothing of the model's own."""
+    mine, _ = write(tmp_path)
+    others = []
+    for number in range(4):
+        disk = opened(tmp_path, OTHER)
+        disk.save(make_save(0, 3, [1, 2, 3], tokens=ids(64, number)), make_pages(3))
+        disk.close()
+        [path] = set(tmp_path.glob("*.kv")) - {mine, *others}
+        others.append(path)
+    set_times(others)
+    strange = [tmp_path / name for name in ("notes.kv", f"{'7' * 16}-{'g' * 32}.kv")]
+    for path in strange:
+        path.write_bytes(bytes(10_000))
+    page_bytes = make_pages(1)[0].nbytes
+    size = others[0].stat().st_size
+    room = 3 + -(-2 * size // page_bytes)
+    with caplog.at_level("INFO"):
+        restored(tmp_path, room)
+    assert {mine, *others[2:], *strange} == set(tmp_path.glob("*.kv"))
+    assert "2 files of other models dropped" in caplog.text
+    restored(tmp_path, 3)
+    assert {mine, *strange} == set(tmp_path.glob("*.kv"))
+
+
 def test_what_is_before_a_segment_is_as_new_as_it(tmp_path):
     """Of two chats that went on, the older one goes whole; not the beginnings of both."""
     chats = [ids(20, 1), ids(20, 2)]

@@ -28,7 +28,10 @@ def check_pages(engine):
 
 
 def test_alone_in_company_shuffled_and_chunked_give_the_same(tiny, oracle):
-    """CASES N-01: 64 prompts alone, in batches of 2, 8 and 64, shuffled, in chunks of 8."""
+    """CASES N-01: 64 prompts alone, in batches of 2, 8 and 64, shuffled, in chunks of 8.
+
+    And from the cache, which has them all after the first time.
+    """
     rng = np.random.default_rng(1)
     prompts = make_prompts(rng, 64, high=24)
     params = greedy(10)
@@ -44,6 +47,10 @@ def test_alone_in_company_shuffled_and_chunked_give_the_same(tiny, oracle):
     jobs = [(prompt, params) for prompt in prompts]
     assert token_ids(run(tiny, engine_on(tiny, budget=8), jobs)) == alone
     assert token_ids(run(tiny, engine_on(tiny, overlap=False), jobs)) == alone
+    assert token_ids(run(tiny, engine_on(tiny, prefix_cache=False), jobs)) == alone
+    engine = engine_on(tiny)
+    assert token_ids(run(tiny, engine, jobs)) == token_ids(run(tiny, engine, jobs)) == alone
+    assert engine.stats()["cache"]["hit_tokens"] > 64
 
 
 def test_static_batches_give_the_tokens_of_continuous_batching(tiny):
@@ -107,6 +114,8 @@ def test_preempted_equals_never_preempted(tiny, budget):
             for one, two in zip(x or [], y or [], strict=True):
                 assert one.keys() == two.keys()
                 assert all(abs(one[t].logprob - two[t].logprob) < 1e-4 for t in one)
+    for output in small:
+        assert output.metrics.cached_tokens <= len(output.prompt_token_ids)
     check_prompt_logprobs(large[2], small[2])
 
 
@@ -138,7 +147,7 @@ def check_prompt_logprobs(a, b):
 
 
 def test_prompt_logprobs_equal_the_oracle_in_any_chunks(tiny, oracle):
-    """CASES S-10 without a cache: no value is missing or shifted, also under preemption."""
+    """CASES S-10 with nothing cached: no value is missing or shifted, also under preemption."""
     rng = np.random.default_rng(5)
     prompts = make_prompts(rng, 4, low=60, high=90)
     jobs = [(prompt, greedy(4, prompt_logprobs=1)) for prompt in prompts]
