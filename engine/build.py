@@ -2,7 +2,9 @@
 """From an EngineConfig to a running Engine: the choices made at start, in order."""
 
 import dataclasses
+import errno
 import functools
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +125,8 @@ def build_engine(config: EngineConfig) -> Built:
     factory = factory_of(num_pages)
     check_pages(config, factory)
     lower = tier_sizes(config, layout)
+    if config.disk_cache_dir is not None:
+        make_disk_folder(Path(config.disk_cache_dir))
     fingerprint = cached_fingerprint(config, model, layout)
     disk = None
     if config.disk_cache_dir is not None:
@@ -228,6 +232,19 @@ def tier_sizes(config: EngineConfig, layout: KVLayout) -> list[int]:
             "free; use less"
         )
     return sizes
+
+
+def make_disk_folder(path: Path) -> None:
+    """Makes the folder of the disk tier, for its owner alone; ValueError if it cannot be used."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ValueError(
+            f"disk_cache_dir={os.fspath(path)!r} must be a folder that can be read and written "
+            f"({error.strerror}); name another"
+        ) from None
 
 
 def cached_fingerprint(config: EngineConfig, model: Model, layout: KVLayout) -> Callable[[], str]:

@@ -43,6 +43,7 @@ class CacheControl:
         folder = Path(path)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} is not an empty folder; name a new one")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         disk = DiskCache(folder, self._fingerprint(), self._page.shape, self._page.dtype)
         count = self._engine.write_cache(disk)
         disk.close()

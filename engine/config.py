@@ -162,6 +162,8 @@ class EngineConfig:
                 raise ValueError(f"{name} needs prefix_cache=True; leave one of them out")
         if self.preemption == "park" and not self.host_cache_gb:
             raise ValueError("preemption='park' needs host_cache_gb above 0")
+        if self.disk_cache_dir is not None and not self.disk_cache_gb:
+            raise ValueError("disk_cache_dir needs disk_cache_gb above 0; leave one of them out")
         if self.disk_cache_dir is not None and not self.host_cache_gb:
             raise ValueError(
                 "disk_cache_dir needs host_cache_gb above 0, since pages go to disk by the host; "

@@ -49,8 +49,9 @@ class DiskCache:
     """
 
     def __init__(self, folder: Path, fingerprint: str, shape: Sequence[int], dtype: Any) -> None:
-        """`shape` and `dtype` are of a page; `fingerprint` of all that its numbers depend on."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """`folder` is there. `shape` and `dtype` are of a page; `fingerprint` of all that its
+        numbers depend on.
+        """
         self._folder = folder
         self._kind = PageKind(fingerprint, tuple(shape), np.dtype(dtype))
         self._prefix = f"{fingerprint[:16]}-"

@@ -33,6 +33,7 @@ SPACE = ("a tenant", (0,))
 
 
 def opened(folder, model=MODEL, dtype=np.float32):
+    folder.mkdir(exist_ok=True)
     return DiskCache(folder, model, SHAPE, dtype)
 
 

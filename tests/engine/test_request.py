@@ -84,6 +84,23 @@ def test_sampling_params_are_frozen():
         ({"batching": "dynamic"}, "batching='dynamic' is not known; use one of continuous, static"),
         ({"overlap": 1}, "overlap=1 must be True or False"),
         ({"seed": -1}, "seed=-1 must be from 0"),
+        ({"prefix_cache": "yes"}, "prefix_cache='yes' must be True or False"),
+        ({"host_cache_gb": -1}, "host_cache_gb=-1 must be at least 0; it is in 10^9 bytes"),
+        ({"host_cache_gb": NAN}, "host_cache_gb=nan must be a finite number"),
+        ({"host_cache_gb": 1, "prefix_cache": False}, "host_cache_gb needs prefix_cache=True"),
+        ({"disk_cache_dir": "d"}, "disk_cache_dir needs host_cache_gb above 0"),
+        (
+            {"disk_cache_dir": "d", "disk_cache_gb": 0, "host_cache_gb": 1},
+            "disk_cache_dir needs disk_cache_gb above 0",
+        ),
+        ({"preemption": "swap"}, "preemption='swap' is not known; use one of recompute, park"),
+        ({"preemption": "park"}, "preemption='park' needs host_cache_gb above 0"),
+        ({"policy": "best"}, "policy='best' is not known; use one of fcfs, priority"),
+        ({"age_bound": -1}, "age_bound=-1 must be at least 0; the default is 1024"),
+        ({"max_num_waiting": 0}, "max_num_waiting=0 must be at least 1; None is no limit"),
+        ({"watermark": 1}, "watermark=1 must be from 0 to below 1; it is a share"),
+        ({"max_num_seqs_per_tenant": 1.5}, "max_num_seqs_per_tenant=1.5 must be a whole number"),
+        ({"tokens_per_s_per_tenant": 0}, "tokens_per_s_per_tenant=0 must be above 0"),
     ],
 )
 def test_config_refuses_by_setting_value_and_way_out(fields, text):

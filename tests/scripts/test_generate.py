@@ -66,6 +66,12 @@ class EchoLLM:
         self.requests = []
         MODELS.append(self)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.is_closed = True
+
     def prepare(self, prompt, params):
         if len(prompt) > 20:
             raise ValueError(f"the prompt has {len(prompt)} tokens and max_model_len is 20")

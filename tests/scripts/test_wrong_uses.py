@@ -206,6 +206,21 @@ API = {
         ValueError,
         "'temprature' is not a sampling field",
     ),
+    "a folder that is a file": (
+        lambda good: LLM(good, host_cache_gb=0.1, disk_cache_dir=f"{good}/config.json"),
+        ValueError,
+        "config.json' must be a folder that can be read and written (File exists); name another",
+    ),
+    "a folder where none can be": (
+        lambda good: LLM(good, host_cache_gb=0.1, disk_cache_dir="/proc/none"),
+        ValueError,
+        "disk_cache_dir='/proc/none' must be a folder",
+    ),
+    "memory that is not there": (
+        lambda good: LLM(good, host_cache_gb=1e9),
+        ValueError,
+        "GB that are free; use less",
+    ),
     "option": (lambda good: LLM(good, max_seqs=2), TypeError, "max_seqs"),
 }
 
