@@ -147,6 +147,7 @@ class Request:
             bad_words=self.bad_words,
             sample=sample,
             cache_space=self.cache_space,
+            limit_reason=self.limit_reason,
         )
 
     def restart(self, num_tokens: int) -> None:

@@ -115,6 +115,21 @@ class Histories(RuleBasedStateMachine):
         if alive:
             self.harness.scheduler.abort(data.draw(st.sampled_from(alive)).id)
 
+    @rule(data=st.data())
+    def fork(self, data):
+        """One more goes on from where another is, as `Engine.fork` has it."""
+        requests = self.harness.requests
+        alive = [r for r in requests if r.status is not Status.FINISHED]
+        alive = [r for r in alive if r.params.prompt_logprobs is None]
+        if alive and not self.setup.pinned:
+            original = data.draw(st.sampled_from(alive))
+            self.harness.scheduler.show_tail(original)
+            request = original.as_new(sample=len(requests))
+            request.id = len(requests)
+            request.output_token_ids = list(original.output_token_ids)
+            self.harness.add(request)
+            FORKED.append(len(request.output_token_ids))
+
     @rule(policy=st.sampled_from(sorted(POLICIES)))
     def change_policy(self, policy):
         self.harness.scheduler.set_policy(policy)
@@ -151,7 +166,7 @@ class Histories(RuleBasedStateMachine):
         TOTALS.append(scheduler.stats())
 
 
-TOTALS = []
+TOTALS, FORKED = [], []
 QUIET = {
     "deadline": None,
     "suppress_health_check": list(HealthCheck),
@@ -162,12 +177,14 @@ QUIET = {
 
 def play(count):
     TOTALS.clear()
+    FORKED.clear()
     run_state_machine_as_test(
         Histories, settings=settings(max_examples=count, stateful_step_count=40, **QUIET)
     )
     done = {key: sum(stats["cache"].get(key, 0) for stats in TOTALS) for key in WANTED}
     assert all(done.values()), f"the histories leave something out: {done}"
     assert sum(stats["preemptions"] for stats in TOTALS) > count // 10
+    assert sum(map(bool, FORKED)) > count // 10, "hardly any fork was of a text"
 
 
 WANTED = (
