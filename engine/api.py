@@ -19,6 +19,7 @@ from engine.prompts import Prompt, RequestMaker, as_list, paired
 from engine.request import Request, RequestOutput
 from engine.results import Delta
 from engine.strict import no_warnings
+from engine.waiting import QueueFull
 
 # The requests of one prompt, one for each output, and its text if it had one.
 Samples = tuple[list[Request], str | None]
@@ -284,6 +285,8 @@ def naming(what: str) -> Iterator[None]:
     """Turns the refusal of an input into a ValueError that begins with its name."""
     try:
         yield
+    except QueueFull as error:
+        raise QueueFull(f"{what}: {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what}: {error}") from None
 

@@ -39,7 +39,7 @@ from engine.models.tree import fuse
 from engine.mover import Mover
 from engine.pages import FilePool, PagePool
 from engine.params import SamplingParams
-from engine.program_store import ProgramStore
+from engine.program_store import ProgramStore, machine_fingerprint
 from engine.programs import ProgramFactory, build_programs
 from engine.scheduler import Scheduler
 from engine.step import StepConfig
@@ -126,8 +126,8 @@ def build_engine(config: EngineConfig) -> Built:
     check_pages(config, factory)
     lower = tier_sizes(config, layout)
     if config.disk_cache_dir is not None:
-        make_disk_folder(Path(config.disk_cache_dir))
-    fingerprint = cached_fingerprint(config, model, layout)
+        make_disk_folder(Path(config.disk_cache_dir), store.resolve(config.model))
+    fingerprint = cached_fingerprint(config, model, layout, ladder)
     disk = None
     if config.disk_cache_dir is not None:
         page = factory.slot()
@@ -234,8 +234,13 @@ def tier_sizes(config: EngineConfig, layout: KVLayout) -> list[int]:
     return sizes
 
 
-def make_disk_folder(path: Path) -> None:
+def make_disk_folder(path: Path, model: Path) -> None:
     """Makes the folder of the disk tier, for its owner alone; ValueError if it cannot be used."""
+    if path.resolve().is_relative_to(model.resolve()):
+        raise ValueError(
+            f"disk_cache_dir={os.fspath(path)!r} is in the model's folder, whose files say what "
+            "model it is; name another"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
@@ -247,14 +252,18 @@ def make_disk_folder(path: Path) -> None:
         ) from None
 
 
-def cached_fingerprint(config: EngineConfig, model: Model, layout: KVLayout) -> Callable[[], str]:
+def cached_fingerprint(
+    config: EngineConfig, model: Model, layout: KVLayout, ladder: Ladder
+) -> Callable[[], str]:
     """Returns a function to the digest of what pages depend on, worked out when it is asked."""
 
     @functools.cache
     def fingerprint() -> str:
         memo = Memo(store.cache_folder() / "digests.json")
         path = store.resolve(config.model)
-        return kv_fingerprint(path, model.config, layout, config.deterministic, memo)
+        # With deterministic=True pages are the same to the last bit, so of the same programs.
+        exact = (ladder.bodies, machine_fingerprint()) if config.deterministic else None
+        return kv_fingerprint(path, model.config, layout, exact, memo)
 
     return fingerprint
 

@@ -19,6 +19,10 @@ class CacheControl:
         self._fingerprint = fingerprint
         self._page = page
 
+    def _check_is_kept(self) -> None:
+        if not self._engine.keeps:
+            raise ValueError("the engine keeps nothing; start it with prefix_cache=True")
+
     def clear(self) -> None:
         """Lets go of all that is kept, in every tier; what runs goes on."""
         self._engine.clear_cache()
@@ -40,6 +44,7 @@ class CacheControl:
         For `import_` by an engine with the same model, options of the layout and program version.
         ValueError if the folder is there and not empty.
         """
+        self._check_is_kept()
         folder = Path(path)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} is not an empty folder; name a new one")
@@ -54,13 +59,15 @@ class CacheControl:
     def import_(self, path: str | os.PathLike[str]) -> int:
         """Reads what `export` wrote onto the device, as far as pages are free.
 
-        Returns how many segments were read. ValueError if none of the folder's is of this model.
+        Returns how many segments were read; files that are damaged are left out, with a line in the
+        log. ValueError if none of the folder's is of this model.
         """
+        self._check_is_kept()
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder that export has written")
         disk = DiskCache(folder, self._fingerprint(), self._page.shape, self._page.dtype)
-        segments = disk.scan()
+        segments, _ = disk.scan()
         disk.close()
         if not segments:
             raise ValueError(

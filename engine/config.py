@@ -162,6 +162,10 @@ class EngineConfig:
                 raise ValueError(f"{name} needs prefix_cache=True; leave one of them out")
         if self.preemption == "park" and not self.host_cache_gb:
             raise ValueError("preemption='park' needs host_cache_gb above 0")
+        folder = self.disk_cache_dir
+        is_path = isinstance(folder, str | os.PathLike) and bool(os.fspath(folder))
+        if folder is not None and not is_path:
+            raise ValueError(f"disk_cache_dir={folder!r} must be a path; None is no such tier")
         if self.disk_cache_dir is not None and not self.disk_cache_gb:
             raise ValueError("disk_cache_dir needs disk_cache_gb above 0; leave one of them out")
         if self.disk_cache_dir is not None and not self.host_cache_gb:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The promise of `deterministic=True`, tried at each start before anybody relies on it."""
 
+import functools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -23,19 +24,23 @@ def check_rows(engine: Engine, vocabulary: int, rows: int, max_model_len: int) -
         return
     lengths = [min(length, longest) for length in _LENGTHS[:rows]]
     prompts = [rng.integers(0, vocabulary, length).tolist() for length in lengths]
-    together = _run(engine, prompts, range(len(prompts)))
-    runs = [_run(engine, prompts, reversed(range(len(prompts))))]
-    runs += [_run(engine, prompts, [index]) for index in range(len(prompts))]
+    orders = [range(len(prompts)), reversed(range(len(prompts)))]
+    orders += [[index] for index in range(len(prompts))]
+    # In a space of its own, since each run is to compute all of it.
+    spaces = [f"check {index} {uuid.uuid4().hex}" for index in range(len(orders))]
+    together, *runs = map(functools.partial(_run, engine, prompts), orders, spaces)
     for run in runs:
         if any(together[index] != result for index, result in run.items()):
             raise ValueError(
                 f"deterministic=True: on {jax.devices()[0].device_kind} a row's numbers depend on "
                 "its place in the batch; leave the setting out"
             )
-    engine.clear_cache()
+    engine.clear_cache(spaces)
 
 
-def _run(engine: Engine, prompts: Sequence[list[int]], order) -> dict[int, tuple]:
+def _run(
+    engine: Engine, prompts: Sequence[list[int]], order: Iterable[int], space: str
+) -> dict[int, tuple]:
     """Returns {index: tokens and log-probabilities} of the prompts, which run together."""
     params = SamplingParams(max_tokens=_NEW_TOKENS, logprobs=1)
     running: dict[int, int] = {}
@@ -47,7 +52,7 @@ def _run(engine: Engine, prompts: Sequence[list[int]], order) -> dict[int, tuple
             params=params,
             limit=len(ids) + _NEW_TOKENS,
             seed=index,
-            cache_space=uuid.uuid4().hex,  # each run is to compute all of it
+            cache_space=space,
         )
         running[engine.add_request(request)] = index
     while len(results) < len(running):

@@ -64,16 +64,16 @@ class DiskCache:
         self._thread = threading.Thread(target=self._work, name="disk cache", daemon=True)
         self._thread.start()
 
-    def scan(self) -> list[Segment]:
-        """Returns the segments of this model in the folder, the last used first.
+    def scan(self) -> tuple[list[Segment], list[Path]]:
+        """Returns the segments of this model in the folder, the last used first, and what is bad.
 
-        One is used when one behind it is, and comes before it. What cannot be read is deleted, with
-        one line that counts it; so are files of killed writes. What is no file, or of another
-        model, is left alone.
+        One is used when one behind it is, and comes before it. Bad are files that are damaged, and
+        those of killed writes; one line counts them. What is no file, or of another model, is left
+        alone.
         """
         segments: list[Segment] = []
         bad: list[tuple[Path, str]] = []
-        for path in sorted(self._folder.iterdir()):
+        for path in self._paths():
             try:
                 if not stat.S_ISREG(path.lstat().st_mode):
                     continue
@@ -84,20 +84,29 @@ class DiskCache:
                     segments.append(read_segment(path, self._kind))
             except FileNotFoundError:
                 continue  # another engine has just deleted it
-            except (OSError, Damaged) as error:
+            except OSError as error:
+                logger().warning("%s is left alone: %s", path, error.strerror)
+            except Damaged as error:
                 bad.append((path, str(error)))
-        for path, _ in bad:
-            _delete(path)
         if bad:
             logger().warning(
-                "%d files of %s were dropped, the first because %s: %s",
+                "%d files of %s are of no use, the first because %s: %s",
                 len(bad),
                 self._folder,
                 bad[0][1],
                 bad[0][0].name,
             )
         used = last_uses(segments, self._kind.page_size)
-        return sorted(segments, key=lambda segment: (-used[segment.path], segment.first))
+        segments.sort(key=lambda segment: (-used[segment.path], segment.first))
+        return segments, [path for path, _ in bad]
+
+    def _paths(self) -> list[Path]:
+        """Returns what is in the folder, by name; nothing if it is not there any more."""
+        try:
+            return sorted(self._folder.iterdir())
+        except OSError as error:
+            logger().warning("the cache of %s is not to be had: %s", self._folder, error.strerror)
+            return []
 
     def restore(self, cache: PrefixCache, room: int) -> None:
         """Adds what is in the folder to a cache with room for so many pages, and drops the rest.
@@ -109,7 +118,9 @@ class DiskCache:
         while not self.events.empty():
             self.events.get()
         self._place.clear()
-        found, kept = self.scan(), []
+        (found, bad), kept = self.scan(), []
+        for path in bad:
+            _delete(path)
         for segment in found:
             room -= len(segment.entries)
             if room < 0:
@@ -137,7 +148,7 @@ class DiskCache:
     def _drop_others(self, room: int) -> None:
         """Deletes the oldest files of other models and versions, beyond `room` bytes of them."""
         others: list[tuple[int, Path, int]] = []
-        for path in self._folder.iterdir():
+        for path in self._paths():
             if _NAME.fullmatch(path.name) and not path.name.startswith(self._prefix):
                 with suppress(FileNotFoundError):
                     status = path.lstat()
@@ -200,6 +211,7 @@ class DiskCache:
         while (job := self._jobs.get()) is not None:
             self._do(job, written)
             self._jobs.task_done()
+        self._jobs.task_done()
 
     def _do(self, job: tuple[Any, ...], written: dict[Path, Segment]) -> None:
         kind, *rest = job
@@ -207,7 +219,7 @@ class DiskCache:
             segment, numbers, pages = rest
             try:
                 written[segment.path] = write_segment(segment, pages, self._kind)
-            except (OSError, RuntimeError) as error:  # the latter: the device has lost a page
+            except Exception as error:  # whatever it is costs these pages, not who waits for them
                 logger().warning("the cache of %s is not kept: %s", self._folder, error)
                 self.events.put(("lost", numbers))
             with self._written:
@@ -229,7 +241,7 @@ class DiskCache:
             pages = [read_page(segment, index, self._kind) for segment, index in places]
         except FileNotFoundError:
             return None  # another engine has deleted it
-        except (OSError, Damaged) as error:
+        except Exception as error:  # as above
             logger().warning("the cache of %s: %s; it is dropped", self._folder, error)
             return None
         for path in {segment.path for segment, _ in places}:

@@ -11,15 +11,16 @@ from engine.program_store import source_fingerprint
 
 
 def kv_fingerprint(
-    path: Path, config: ModelConfig, layout: KVLayout, pinned: bool, memo: Memo
+    path: Path, config: ModelConfig, layout: KVLayout, exact: object, memo: Memo
 ) -> str:
     """Returns the digest of all that decides what pages of a model hold, a hexadecimal text.
 
+    `exact`: what decides their last bits, where those matter; its text is taken.
     The model's files are read whole once; a file of the same name, size and time is remembered.
     """
     digest = hashlib.sha256()
     digest.update(source_fingerprint().encode())
-    digest.update(repr((config, layout, pinned)).encode())
+    digest.update(repr((config, layout, exact)).encode())
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     for file in files:
         digest.update(file.name.encode())

@@ -223,7 +223,11 @@ class KeptPages:
             self._tie += 1
             heapq.heappush(heap, (node.used, self._tie, node))
             if len(heap) > 2 * self.num_nodes + 64:  # most of it is stale
-                fresh = {id(entry[2]): entry for entry in heap if entry[2].used == entry[0]}
+                fresh = {
+                    id(entry[2]): entry
+                    for entry in heap
+                    if entry[2].used == entry[0] and self._may_lose(entry[2], tier)
+                }
                 self.leaves[tier] = list(fresh.values())
                 heapq.heapify(self.leaves[tier])
 

@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -134,6 +134,7 @@ class Engine:
         self._num_forks += 1
         request = original.as_new(sample=MAX_SAMPLES + self._num_forks)
         request.output_token_ids = original.output_token_ids[:count]
+        request.given_tokens = count
         if record.prompt_logprobs is not None and None not in record.prompt_logprobs[1:]:
             request.scored = len(request.prompt_token_ids)
         self.scheduler.show_tail(original)
@@ -164,6 +165,11 @@ class Engine:
         return self._results.get(request_id) is not None
 
     @property
+    def keeps(self) -> bool:
+        """Whether anything is kept of requests."""
+        return self.scheduler.keeps
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do."""
         return self._results.has_work or bool(self._pending)
@@ -174,6 +180,8 @@ class Engine:
         If a step is interrupted or fails, what it raised is raised here, and no request is lost:
         all of them run again from the tokens they had.
         """
+        if self._is_closed:
+            return self._results.take()
         try:
             with no_compilation(self._counter):
                 self._run_step()
@@ -207,7 +215,8 @@ class Engine:
         """Starts anew from what the host knows: a donated state may be lost with its step."""
         self._pending.clear()
         self.state = self.programs["start"]()
-        self.scheduler = self._make_scheduler()
+        before, self.scheduler = self.scheduler, self._make_scheduler()
+        self.scheduler.carry_on(before)
         for record in self._results.records():
             record.request.restart(record.num_tokens)
             del record.request.token_times[record.num_tokens :]
@@ -216,18 +225,25 @@ class Engine:
     def close(self) -> None:
         """Has all that is kept of requests written to disk, if there is such a tier, and ends it.
 
-        The engine runs nothing any more.
+        What still runs is aborted: `step` returns that, and runs nothing any more.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for record in self._results.records():
+            self.abort(record.request.id)
+        self._pending.clear()
         if self._mover.disk is not None:
             self.scheduler.cache.tiers.flush()
-            self.state = self._mover.run(self.state, self.scheduler.take_moves())
+            self.state = self._mover.run(self.state, self.scheduler.take_moves(), waits=True)
         self._mover.close()
-        self._is_closed = True
 
-    def clear_cache(self) -> None:
-        """Lets go of all pages that are only kept."""
-        self.scheduler.cache.clear()
+    def clear_cache(self, spaces: Iterable[Hashable] | None = None) -> None:
+        """Lets go of all pages that are only kept, or of those in some of the cache's spaces."""
+        self.scheduler.cache.clear(spaces)
         self.state = self._mover.run(self.state, self.scheduler.take_moves())
+        if spaces is None:
+            self._mover.free_slots()
 
     def write_cache(self, disk: DiskCache) -> int:
         """Has all that is on the device and the host written; returns how many segments."""

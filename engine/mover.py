@@ -31,8 +31,13 @@ class Mover:
         self._slot = slot
         self._slots: dict[int, jax.Array] = {}
 
-    def run(self, state: State, moves: Sequence[Move | Save | Load | Delete]) -> State:
-        """Returns the state with the moves on their way, in order."""
+    def run(
+        self, state: State, moves: Sequence[Move | Save | Load | Delete], *, waits: bool = False
+    ) -> State:
+        """Returns the state with the moves on their way, in order.
+
+        `waits`: until the disk has room for what it is to write, else that is lost.
+        """
         for part in batches(moves):
             first = part[0]
             if isinstance(first, Move):
@@ -40,7 +45,6 @@ class Mover:
             elif self.disk is None:
                 raise AssertionError("who has no disk asks for nothing of it")
             elif isinstance(first, Save):
-                waits = first.tier == DEVICE  # only when the engine ends
                 self.disk.save(first, self.pages(state, first), waits=waits)
             elif isinstance(first, Load):
                 self.disk.load(first)
@@ -101,6 +105,10 @@ class Mover:
             for slot, page in (pages or {}).items():
                 self._slots[slot] = self._on_host(page)
             cache.tiers.loaded(ticket, pages is not None)
+
+    def free_slots(self) -> None:
+        """Gives the host's memory back, once the cache has nothing there."""
+        self._slots.clear()
 
     def close(self) -> None:
         """Returns when all that goes to disk is there."""

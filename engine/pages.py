@@ -101,6 +101,11 @@ class PagePool:
         """Returns whether a request has the page."""
         return self._holders[partition][number] > 0
 
+    def num_held(self, partition: int, numbers: Sequence[int]) -> int:
+        """Returns how many of `numbers` (the null page: of none) a request has."""
+        holders = self._holders[partition]
+        return sum([holders[number] > 0 for number in numbers])
+
     def take(self, partition: int, group: int, count: int) -> list[int]:
         """Returns `count` page numbers, held by one request of `group` from now on.
 

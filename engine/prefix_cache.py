@@ -7,7 +7,7 @@ takes what the tree has of its tokens. Host only: integers and bytes. What is to
 down in `kept.moves`, in the order in which it is to be done before the next step.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from engine.kept_pages import Group, KeptPages
@@ -22,8 +22,14 @@ from engine.radix import (
     find,
     find_part,
     move_tip,
+    walk,
 )
 from engine.tiers import Tiers
+
+# Pages that were let go for good, or not given back by the disk; moved down into a tier, and up.
+COUNTED = ("evicted_pages", "damaged_pages") + tuple(
+    f"{tier}_{way}" for tier in TIERS[1:] for way in ("in_pages", "out_pages", "out_tokens")
+)
 
 
 class Match(NamedTuple):
@@ -270,22 +276,25 @@ class PrefixCache:
             self.kept.drop(tip.tail)
         tip.tail = None
 
-    def clear(self) -> None:
-        """Lets go of everything; what running requests have stays theirs and is not kept."""
-        for node in list(self.kept.nodes()):
-            for tip in node.tips:
-                tip.node = tip.tail = None
-            node.tips.clear()
-        for root in list(self.kept.roots.values()):
+    def clear(self, spaces: Iterable[Hashable] | None = None) -> None:
+        """Lets go of all, or of all in `spaces`; what running requests have stays theirs alone."""
+        for space in list(self.kept.roots if spaces is None else spaces):
+            root = self.kept.roots.get(space)
+            if root is None:
+                continue
+            for node in walk([root]):
+                for tip in node.tips:
+                    tip.node = tip.tail = None
+                node.tips.clear()
             for child in list(root.children.values()):
                 self.kept.drop(child)
-        self.kept.roots.clear()
+            self.kept.roots.pop(space, None)
 
     # Looking
 
     def stats(self) -> dict[str, int]:
         """Returns what was counted, and the nodes there are."""
-        return {**self.kept.counts, "nodes": self.kept.num_nodes}
+        return {**dict.fromkeys(COUNTED, 0), **self.kept.counts, "nodes": self.kept.num_nodes}
 
     def check(self) -> None:
         """Raises AssertionError, in words, unless the tree and the pools agree."""

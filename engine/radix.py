@@ -217,6 +217,7 @@ def join(node: Node) -> None:
         grandchild.parent = node
     node.used = max(node.used, child.used)
     child.parent = None
+    child.keys, child.pages, child.children = [], [], {}  # who still lists it holds no memory
 
 
 def walk(roots: Sequence[Node]) -> Iterator[Node]:

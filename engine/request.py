@@ -48,6 +48,7 @@ class Request:
     wants_scores: bool = False  # of prompt positions only the token's own log-probability is kept
     cache_space: Hashable = None  # requests share pages only with others of an equal one
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    given_tokens: int = 0  # of the output, that it came with, since it is a fork
 
     computed: int = 0
     in_flight: int = 0  # tokens sampled by planned steps and not read yet

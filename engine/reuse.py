@@ -9,6 +9,8 @@ from engine.prefix_cache import Match
 from engine.request import Request, Status
 from engine.rows import Rows
 
+COUNTED = ("prompt_tokens", "hits", "hit_tokens", "resumed_tokens", "copied_pages")
+
 
 class Reuse:
     """Looks up what the cache has of requests, and counts what they took of it."""
@@ -17,11 +19,11 @@ class Reuse:
         self._rows = rows
         self._page_size = page_size
         self._num_groups = num_groups
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
 
     def stats(self) -> dict[str, int]:
         """Returns tokens of prompts, those of them that were cached, and pages that were copied."""
-        return dict(self._counts)
+        return dict(self.counts)
 
     def cells(self, request: Request) -> int:
         """Returns how many tokens of a request are kept."""
@@ -85,9 +87,9 @@ class Reuse:
         """Counts what a request starts with."""
         if request.cached_tokens is None:
             request.cached_tokens = min(match.cells, len(request.prompt_token_ids))
-            self._counts["prompt_tokens"] += len(request.prompt_token_ids)
-            self._counts["hit_tokens"] += request.cached_tokens
-            self._counts["hits"] += match.cells > 0
+            self.counts["prompt_tokens"] += len(request.prompt_token_ids)
+            self.counts["hit_tokens"] += request.cached_tokens
+            self.counts["hits"] += match.cells > 0
         else:
-            self._counts["resumed_tokens"] += match.cells
-        self._counts["copied_pages"] += self._num_groups * (match.source is not None)
+            self.counts["resumed_tokens"] += match.cells
+        self.counts["copied_pages"] += self._num_groups * (match.source is not None)

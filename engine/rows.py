@@ -66,6 +66,11 @@ class Rows:
         return len(self._free_rows)
 
     @property
+    def keeps(self) -> bool:
+        """Whether pages are kept."""
+        return self._prefix_cache
+
+    @property
     def num_free_pages(self) -> int:
         """Pages that can be taken, those included that only the cache has."""
         return self._pool.num_available(_PARTITION)
@@ -161,13 +166,8 @@ class Rows:
 
     def shared_pages(self, match: Match) -> int:
         """Returns how many pages of a match others hold, so that they take none from the pool."""
-        return sum(
-            number != NULL_PAGE and self._pool.is_held(_PARTITION, number)
-            for node, count in match.path
-            if node.tier == DEVICE
-            for pages in match.pages
-            for number in pages[node.start : node.start + count]
-        )
+        places = sum(count for node, count in match.path if node.tier == DEVICE)
+        return sum(self._pool.num_held(_PARTITION, pages[:places]) for pages in match.pages)
 
     def source_pages(self, match: Match) -> int:
         """Returns how many pages nobody holds are pinned while part of a page is copied."""
@@ -319,6 +319,7 @@ class Rows:
         cells = request.stored
         if cells >= request.target:
             cells = max(cells, request.known - 1)
+        cells = min(cells, request.known)  # a text that ended it may have cut tokens off
         return min(cells, len(request.prompt_token_ids)) if self._pinned else cells
 
     def put_tail(self, request: Request) -> None:

@@ -21,6 +21,8 @@ __all__ = ["Piece", "Plan", "Scheduler"]
 
 _MOVES_A_STEP = 64  # pages that come up or are parked in a step, so that others keep their pace
 _ALL = 1 << 30
+# Of those that did not fit before, so many are tried in a step; the others, each as seldom.
+_BLOCKED_A_STEP = 8
 
 
 class Scheduler:
@@ -123,6 +125,11 @@ class Scheduler:
         return self._pinned
 
     @property
+    def keeps(self) -> bool:
+        """Whether anything is kept of requests."""
+        return self._rows.keeps
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return bool(self._requests)
@@ -138,6 +145,14 @@ class Scheduler:
             "pages": [count._asdict() for count in counts],
             "cache": {**self._reuse.stats(), **self._rows.cache.stats()},
         }
+
+    def carry_on(self, other: "Scheduler") -> None:
+        """Takes over the policy, what tenants may spend, and the counters from one of before."""
+        self.set_policy(other._policy)
+        self._tenants.carry_on(other._tenants)
+        self._step, self._preemptions = other._step, other._preemptions
+        self._reuse.counts.update(other._reuse.counts)
+        self.cache.kept.counts.update(other.cache.kept.counts)
 
     def fits(self, cells: int) -> bool:
         """Whether a request of so many cells fits the pool alone."""
@@ -353,15 +368,19 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Starts waiting requests, in order, as rows, pages and the budget allow."""
-        if not self._waiting:
+        if not (self._waiting and self._has_room(draft)):
             return
         promised = sum(self._rows.promised_pages(r) for r in self._running.values())
         available = self._rows.num_free_pages - promised
         if self._running:
             available -= int(self._admission.watermark * self._pool.capacity)
+        blocked = 0
         for request in self._candidates():
-            if not (self._rows.num_free_rows and draft.tokens_left and draft.pieces_left):
+            if not self._has_room(draft):
                 break
+            if blocked >= _BLOCKED_A_STEP and request.blocked_since is not None:
+                if (self._step + request.id) % _BLOCKED_A_STEP:
+                    continue
             if self._pinned and request.in_flight == 0:
                 request.output_token_ids.clear()
             if request.in_flight == 0 and not self._rows.fits(request.known):
@@ -369,15 +388,15 @@ class Scheduler:
                 continue
             if not self._tenants.may_start(request) or self._reuse.follows(request):
                 continue
-            match, need = self._rows.match(request, 0), available + 1
-            if not request.in_flight:
-                match, need = self._reuse.best(request, available)
-            if need > available:
+            found = None if request.in_flight else self._reuse.best(request, available)
+            if found is None or found[1] > available:
                 if request.blocked_since is None:
                     request.blocked_since = self._step
                 if self._step - request.blocked_since >= self._admission.patience:
                     break
+                blocked += 1
                 continue
+            match, need = found
             if self._reuse.finds_leader(request, match, self._running.values()):
                 continue
             if match.low:
@@ -392,6 +411,10 @@ class Scheduler:
                     continue
             available -= need
             self._start(draft, request, match)
+
+    def _has_room(self, draft: Draft) -> bool:
+        """Whether a row, tokens and pieces are left for one more request."""
+        return bool(self._rows.num_free_rows and draft.tokens_left and draft.pieces_left)
 
     def _start(self, draft: Draft, request: Request, match: Match) -> None:
         """Gives a waiting request a row, and plans its first chunks."""
@@ -422,7 +445,8 @@ class Scheduler:
 
     def _candidates(self) -> list[Request]:
         """Returns the waiting requests that may start now, in order."""
-        first = self._waiting.first(self._step, self._reuse.cells)
+        may_start = self._tenants.may_start if self._tenants.has_limits else None
+        first = self._waiting.first(self._step, self._reuse.cells, may_start)
         if not self._static:
             return first
         if all(request.status is Status.FINISHED for request in self._batch):

@@ -107,15 +107,21 @@ class Tiers:
         """
         copied = 0
         for above in reversed(node.path()) if len(self._kept.pools) > 1 else ():
-            missing = len(self._missing_below(above))
-            if copied + missing > most:
-                break
+            missing = sorted(index for _, index in self._missing_below(above))
+            left, start = most - copied, 0
+            if len(missing) > left:  # the last pages only, of every group
+                start = missing[-left - 1] + 1 if left else len(above.keys)
+                if start == len(above.keys):
+                    break
+                self._kept.split(above, start)
             try:
                 self._copy_down(above)
             except OutOfPages:
                 break
-            copied += missing
+            copied += min(len(missing), left)
             self._kept.offer(above)
+            if start:
+                break
         return copied
 
     def lift(self, low: list[tuple[Node, int]], most: int) -> tuple[int, bool]:
@@ -244,7 +250,8 @@ class Tiers:
                     for index, number in enumerate(run)
                     if number != NULL_PAGE
                 ]
-                yield self._segment(node, entries)
+                if entries:
+                    yield self._segment(node, entries)
 
     def flush(self) -> None:
         """Has all that is not on disk saved there, as room allows: the last used, and written last.
@@ -292,7 +299,7 @@ class Tiers:
         """Whether entries of a run have every page of the groups whose layers see all."""
         had, groups = Counter(group for group, _ in entries), self._kept.groups
         full = [g for g, group in enumerate(groups) if group.window is None]
-        return all(had[g] == length for g in full) and max(had, default=0) < len(groups)
+        return all(had[g] == length for g in full) and max(had, default=len(groups)) < len(groups)
 
     def add_saved(
         self,

@@ -8,6 +8,7 @@ import dataclasses
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from engine.request import Request
@@ -94,18 +95,27 @@ class Waiting:
         """Ends the account of how long a request has waited."""
         self._since.pop(request.id, None)
 
-    def first(self, step: int, cells: Callable[[Request], int]) -> list[Request]:
-        """Returns who is to be tried, in order; `cells` tells what is cached of a request."""
+    def first(
+        self,
+        step: int,
+        cells: Callable[[Request], int],
+        may_start: Callable[[Request], bool] | None = None,
+    ) -> list[Request]:
+        """Returns who is to be tried, in order; `cells` tells what is cached of a request.
+
+        Those who may not start take nobody's place.
+        """
         chosen: dict[int, Request] = {}
         for request_id, since in self._since.items():
             if step - since < self._age_bound or len(chosen) == self._window:
                 break
-            if request_id in self._requests:
-                chosen[request_id] = self._requests[request_id]
+            request = self._requests.get(request_id)
+            if request is not None and (may_start is None or may_start(request)):
+                chosen[request_id] = request
         by_prefix = self._policy == "longest_prefix"
         count = max(self._window, _MATCHED) if by_prefix else self._window
-        rest = self._order[: count + len(chosen)]
-        requests = [self._requests[e[-1]] for e in rest if e[-1] not in chosen]
+        others = (request for request in self if request.id not in chosen)
+        requests = list(islice(filter(may_start, others) if may_start else others, count))
         if by_prefix:
             requests.sort(key=lambda r: (not r.preemptions, -cells(r), r.id))
         return [*chosen.values(), *requests[: self._window]]
@@ -123,6 +133,15 @@ class Tenants:
         self._running: Counter[str] = Counter()
         self._allowance: dict[str, float] = {}
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether a tenant may ever be kept from starting."""
+        return self._max_running is not None or self._rate is not None
+
+    def carry_on(self, other: "Tenants") -> None:
+        """Takes over what each tenant may spend; nobody runs."""
+        self._allowance = other._allowance
+
     def may_start(self, request: Request) -> bool:
         """Whether the tenant of a request may run one more now."""
         tenant = request.params.tenant
@@ -137,11 +156,15 @@ class Tenants:
 
     def stop(self, request: Request) -> None:
         """Notes that a request runs no more."""
-        self._running[request.params.tenant] -= 1
+        tenant = request.params.tenant
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
 
     def finish(self, request: Request) -> None:
         """Notes what a request has put out."""
-        self._spend(request.params.tenant, len(request.output_token_ids))
+        drawn = len(request.output_token_ids) - request.given_tokens
+        self._spend(request.params.tenant, drawn)
 
     def refill(self, seconds: float) -> None:
         """Gives each tenant what it may spend in a time that has passed."""

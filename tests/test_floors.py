@@ -16,7 +16,7 @@ FLOORS = [
     ["engine.request", "engine.metrics", "engine.pages", "engine.buckets"],
     ["engine.moves", "engine.kept_pages", "engine.tiers", "engine.prefix_cache"],
     ["engine.settings"],
-    ["engine.plan", "engine.rows", "engine.waiting", "engine.scheduler"],
+    ["engine.plan", "engine.rows", "engine.reuse", "engine.waiting", "engine.scheduler"],
     ["engine.detokenize", "engine.text", "engine.chat", "engine.log", "engine.memo"],
     ["engine.models.rope", "engine.models.config", "engine.models.specs", "engine.models.tree"],
     ["engine.kv", "engine.layers", "engine.logits", "engine.sampling", "engine.strict"],

@@ -93,6 +93,8 @@ def test_sampling_params_are_frozen():
             {"disk_cache_dir": "d", "disk_cache_gb": 0, "host_cache_gb": 1},
             "disk_cache_dir needs disk_cache_gb above 0",
         ),
+        ({"disk_cache_dir": "", "host_cache_gb": 1}, "disk_cache_dir='' must be a path; None is"),
+        ({"disk_cache_dir": 5, "host_cache_gb": 1}, "disk_cache_dir=5 must be a path"),
         ({"preemption": "swap"}, "preemption='swap' is not known; use one of recompute, park"),
         ({"preemption": "park"}, "preemption='park' needs host_cache_gb above 0"),
         ({"policy": "best"}, "policy='best' is not known; use one of fcfs, priority"),

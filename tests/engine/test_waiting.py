@@ -171,3 +171,45 @@ def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
         aged = [r.id for r in present if id - r.id >= 10]
         assert [r.id for r in first][: min(4, len(aged))] == sorted(aged)[:4]
         assert len({r.id for r in first}) == len(first) <= 8
+
+
+@pytest.mark.parametrize("limits", [(1, None), (None, 10.0)])
+def test_one_tenants_queue_hides_nobody_behind_it(limits):
+    """As many of `a` wait as there are rows, and more; who comes after them starts all the same."""
+    setup = Setup(max_num_seqs=4, num_pages=200)
+    harness = Harness(setup)
+    harness.scheduler._tenants = Tenants(*limits)
+    for id in range(40):
+        harness.add(setup.request(id, prompt(30, seed=id), 8, tenant="a"))
+    other = setup.request(40, prompt(8), 4, tenant="b")
+    harness.add(other)
+    for _ in range(20):
+        harness.step() if limits[0] else try_step(harness)
+    assert other.status is Status.FINISHED
+
+
+def try_step(harness):
+    """Runs a step if there is one; who waits for a refill is not stuck."""
+    plan = harness.scheduler.schedule()
+    if plan is not None:
+        tokens = harness.device.run(plan, harness.scheduler.tables.copy())
+        harness.scheduler.update(plan, tokens)
+
+
+def test_a_tenant_that_has_nothing_left_is_forgotten():
+    tenants = Tenants(1, 10.0)
+    for id in range(1000):
+        request = Setup().request(id, [1], 1, tenant=f"user {id}")
+        tenants.start(request, 1)
+        tenants.stop(request)
+        tenants.finish(request)
+    tenants.refill(100.0)
+    assert not tenants._running and not tenants._allowance
+
+
+def test_a_fork_pays_for_what_it_draws_itself():
+    tenants = Tenants(None, 10.0)
+    request = Setup().request(0, [1], 100, tenant="a")
+    request.output_token_ids, request.given_tokens = [1] * 90, 88
+    tenants.finish(request)
+    assert tenants._allowance == {"a": 8.0}
