@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user can do with what is kept of requests: look, clear, carry it elsewhere and back."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +34,18 @@ class CacheControl:
         prompt_tokens, hit_tokens: of requests when they first ran; hits: those that had any.
         resumed_tokens: what preempted requests found again. copied_pages: copies on write.
         evicted_pages: let go for good. host_in_pages, host_out_pages, disk_in_pages,
-        disk_out_pages: moved down into a tier, and up from it; `.._out_tokens`, the same in tokens.
-        damaged_pages: dropped, since the disk did not give back what was written.
+        disk_out_pages: moved down into a tier, and up from it; `.._bytes`, the same in bytes.
+        host_out_tokens, disk_out_tokens: of the tokens that were found, those that were in these
+        tiers; from disk they come by the host, and count in both. damaged_pages: dropped, since the
+        disk did not give back what was written. preemptions, and requests that were refused since
+        they could never fit or too many waited. nodes: runs of pages in the tree, now.
         """
-        return dict(self._engine.stats()["cache"])
+        stats = self._engine.stats()
+        counts = stats["cache"] | {name: stats[name] for name in ("preemptions", "refused")}
+        page_bytes = math.prod(self._page.shape) * self._page.dtype.itemsize
+        for name in [name for name in counts if name.endswith(("_in_pages", "_out_pages"))]:
+            counts[name.replace("_pages", "_bytes")] = counts[name] * page_bytes
+        return counts
 
     def export(self, path: str | os.PathLike[str]) -> int:
         """Writes all that is on the device and the host to a new folder; returns its segments.
@@ -67,7 +76,7 @@ class CacheControl:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder that export has written")
         disk = DiskCache(folder, self._fingerprint(), self._page.shape, self._page.dtype)
-        segments, _ = disk.scan()
+        segments, _ = disk.scan("left out")
         disk.close()
         if not segments:
             raise ValueError(

@@ -64,12 +64,12 @@ class DiskCache:
         self._thread = threading.Thread(target=self._work, name="disk cache", daemon=True)
         self._thread.start()
 
-    def scan(self) -> tuple[list[Segment], list[Path]]:
+    def scan(self, fate: str) -> tuple[list[Segment], list[Path]]:
         """Returns the segments of this model in the folder, the last used first, and what is bad.
 
         One is used when one behind it is, and comes before it. Bad are files that are damaged, and
-        those of killed writes; one line counts them. What is no file, or of another model, is left
-        alone.
+        those of killed writes: one line counts them and says their `fate`. What is no file, or of
+        another model, is left alone.
         """
         segments: list[Segment] = []
         bad: list[tuple[Path, str]] = []
@@ -90,9 +90,10 @@ class DiskCache:
                 bad.append((path, str(error)))
         if bad:
             logger().warning(
-                "%d files of %s are of no use, the first because %s: %s",
+                "%d files of %s were %s, the first because %s: %s",
                 len(bad),
                 self._folder,
+                fate,
                 bad[0][1],
                 bad[0][0].name,
             )
@@ -118,7 +119,7 @@ class DiskCache:
         while not self.events.empty():
             self.events.get()
         self._place.clear()
-        (found, bad), kept = self.scan(), []
+        (found, bad), kept = self.scan("dropped"), []
         for path in bad:
             _delete(path)
         for segment in found:

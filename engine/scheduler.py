@@ -107,7 +107,7 @@ class Scheduler:
         self._ended: list[Request] = []
         self._last_id: int | None = None
         self._step = 0
-        self._preemptions = 0
+        self._preemptions = self._refused = 0
 
     @property
     def tables(self) -> np.ndarray:
@@ -141,6 +141,7 @@ class Scheduler:
             "waiting": len(self._waiting),
             "running": len(self._running),
             "preemptions": self._preemptions,
+            "refused": self._refused,
             "steps": self._step,
             "pages": [count._asdict() for count in counts],
             "cache": {**self._reuse.stats(), **self._rows.cache.stats()},
@@ -151,6 +152,7 @@ class Scheduler:
         self.set_policy(other._policy)
         self._tenants.carry_on(other._tenants)
         self._step, self._preemptions = other._step, other._preemptions
+        self._refused = other._refused
         self._reuse.counts.update(other._reuse.counts)
         self.cache.kept.counts.update(other.cache.kept.counts)
 
@@ -167,6 +169,17 @@ class Scheduler:
 
         QueueFull if no more may wait; not for one that `was_here` before.
         """
+        try:
+            self._check(request, was_here)
+        except ValueError:
+            self._refused += 1
+            raise
+        self._last_id = request.id
+        self._requests[request.id] = request
+        self._waiting.add(request, self._step)
+
+    def _check(self, request: Request, was_here: bool) -> None:
+        """Raises unless a request may be queued, as `add` says."""
         prompt = len(request.prompt_token_ids)
         if self._last_id is not None and request.id <= self._last_id:
             raise ValueError(f"request id {request.id} must be above the last, {self._last_id}")
@@ -188,9 +201,6 @@ class Scheduler:
                 f"{len(self._waiting)} requests wait already and max_num_waiting={most}; "
                 "send it later, or raise max_num_waiting"
             )
-        self._last_id = request.id
-        self._requests[request.id] = request
-        self._waiting.add(request, self._step)
 
     def abort(self, request_id: int) -> Request | None:
         """Ends a request at once, wherever it stands. Returns it, or None if it is not here."""

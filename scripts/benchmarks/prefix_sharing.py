@@ -25,9 +25,11 @@ from scripts.benchmarks.workload import (
 REQUESTS = 32
 OWN_TOKENS = 20  # of a prompt, behind what all share
 OUTPUT_TOKENS = 16
-CHOICES = 4  # of a context that is scored
+# As of a test whose questions have a few examples in front, the same for all.
+EXAMPLE_TOKENS = 200
+QUESTION_TOKENS = 50
+CHOICES = 4  # of a question
 CHOICE_TOKENS = 4
-CONTEXT_TOKENS = 200
 
 Pair = dict[str, LLM]
 
@@ -98,20 +100,30 @@ def run_unshared(llm: LLM, seeds: Iterator[int]) -> Figures:
 
 
 def measure_scoring(settings: Settings, pair: Pair) -> dict[str, Any]:
-    """Returns the figures of choices in one call, several of each context."""
-    contexts = -(-settings.num_requests // CHOICES)
-    length = min(CONTEXT_TOKENS, settings.prefix_tokens)
+    """Returns the figures of choices in one call: several a question, with examples before all.
+
+    Where only the choices of a question share, no more can be gained than there are choices.
+    """
+    questions = -(-settings.num_requests // CHOICES)
+    length = min(EXAMPLE_TOKENS, settings.prefix_tokens)
     vocabulary, rng = pair[WITH].model_config.vocab_size, random.Random(1)
+    examples = [rng.randrange(vocabulary) for _ in range(length)]
     pairs = [
-        (context, [rng.randrange(vocabulary) for _ in range(CHOICE_TOKENS)])
-        for context in workload_prompts(contexts, vocabulary, length)
+        (examples + question, [rng.randrange(vocabulary) for _ in range(CHOICE_TOKENS)])
+        for question in workload_prompts(questions, vocabulary, QUESTION_TOKENS)
         for _ in range(CHOICES)
     ][: settings.num_requests]
     for llm in pair.values():
         llm.score(pairs[:1])  # warms up
     runs: dict[str, Run] = {name: partial(run_scoring, llm, pairs) for name, llm in pair.items()}
     goal = Goal("choices_per_s", (WITH, WITHOUT), 4.0)
-    facts = {"choices": len(pairs), "of a context": length, "of a choice": CHOICE_TOKENS}
+    facts = {
+        "choices": len(pairs),
+        "choices of a question": CHOICES,
+        "tokens of the examples": length,
+        "tokens of a question": QUESTION_TOKENS,
+        "tokens of a choice": CHOICE_TOKENS,
+    }
     return compare(settings, runs, [goal], 3) | {"facts": facts}
 
 

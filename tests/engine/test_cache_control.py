@@ -96,7 +96,7 @@ def test_an_interrupted_step_goes_on_without_its_folder(tmp_path, monkeypatch, c
     llm.close()
 
 
-def test_an_import_leaves_the_files_as_they_are(tmp_path):
+def test_an_import_leaves_the_files_as_they_are(tmp_path, caplog):
     llm = opened()
     llm.generate([PROMPT, [7, *PROMPT]], greedy(3))
     assert llm.cache.export(tmp_path / "out") >= 2
@@ -105,6 +105,7 @@ def test_an_import_leaves_the_files_as_they_are(tmp_path):
     before = {path: path.read_bytes() for path in files}
     other = opened()
     assert other.cache.import_(tmp_path / "out") >= 1
+    assert "1 files of" in caplog.text and "were left out, the first because it is" in caplog.text
     other.engine.scheduler.cache.check()
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
@@ -122,10 +123,19 @@ def test_counters_are_there_from_the_start():
     llm = opened()
     assert not any(llm.cache.stats().values())
     names = ["prompt_tokens", "hits", "hit_tokens", "resumed_tokens", "copied_pages"]
-    names += ["evicted_pages", "damaged_pages", "nodes"]
+    names += ["evicted_pages", "damaged_pages", "preemptions", "refused", "nodes"]
     for tier in ("host", "disk"):
-        names += [f"{tier}_in_pages", f"{tier}_out_pages", f"{tier}_out_tokens"]
+        names += [f"{tier}_{way}_{what}" for way in ("in", "out") for what in ("pages", "bytes")]
+        names += [f"{tier}_out_tokens"]
     assert llm.cache.stats().keys() == set(names)
+    with pytest.raises(ValueError, match="a prompt of 5000 tokens"):
+        too_long, _ = llm.make_request(PROMPT, greedy(2))
+        too_long.prompt_token_ids = [5] * 5000
+        llm.engine.add_request(too_long)
+    llm.generate([PROMPT] * 2, greedy(3))
+    stats = llm.cache.stats()
+    assert (stats["hits"], stats["hit_tokens"], stats["prompt_tokens"]) == (1, 56, 114)
+    assert stats["refused"] == 1 and stats["copied_pages"] >= 1
 
 
 def test_clearing_gives_the_hosts_memory_back(tmp_path):
@@ -134,6 +144,9 @@ def test_clearing_gives_the_hosts_memory_back(tmp_path):
         llm.engine.scheduler.cache.kept.make_room(llm.built.factory.num_pages - 1)
         llm.generate([[5]], greedy(2))
         assert llm.engine._mover._slots
+        stats = llm.cache.stats()
+        page_bytes = llm.built.factory.cfg.layout.page_bytes
+        assert stats["host_in_bytes"] == stats["host_in_pages"] * page_bytes > 0
         llm.cache.clear()
         assert not llm.engine._mover._slots and llm.cache.stats()["nodes"] == 0
         assert said(llm.generate([PROMPT], greedy(2))) == [plain("llama", PROMPT, 2)]

@@ -101,7 +101,7 @@ def test_pages_and_what_they_are_of_come_back_bit_for_bit(tmp_path, dtype):
     disk.save(save, [jnp.asarray(pages[0]), *pages[1:]])
     disk.close()
     later = opened(tmp_path, dtype=dtype)
-    [segment], _ = later.scan()
+    [segment], _ = later.scan("dropped")
     assert segment.run == (SPACE, save.tokens, 2, [4, 4, 4], [(0, 0), (0, 1), (0, 2)])
     same(later.read(segment), pages)
     later.close()
@@ -110,7 +110,7 @@ def test_pages_and_what_they_are_of_come_back_bit_for_bit(tmp_path, dtype):
 @pytest.mark.parametrize("space", [(None, (0, 3)), ("", ()), ("\ud800 \0 é", (1,)), None])
 def test_a_space_comes_back_as_it_was(tmp_path, space):
     write(tmp_path, space=space)
-    [segment], _ = opened(tmp_path).scan()
+    [segment], _ = opened(tmp_path).scan("dropped")
     assert segment.space == space and hash(segment.space) == hash(space)
 
 
@@ -285,7 +285,7 @@ def test_the_rewriting_of_heads_alone_does_no_damage(tmp_path, caplog):
     path, pages = write(tmp_path)
     rewritten(path, lambda head: head)
     disk = opened(tmp_path)
-    [segment], bad = disk.scan()
+    [segment], bad = disk.scan("dropped")
     assert not bad
     same(disk.read(segment), pages)
     assert not caplog.text
@@ -340,7 +340,7 @@ def test_files_of_another_model_are_neither_read_nor_deleted(tmp_path, caplog):
     disk, cache = restored(tmp_path)
     assert not cache.stats()["nodes"] and not caplog.records
     assert sorted(tmp_path.iterdir()) == sorted([path, damaged])
-    [segment], bad = opened(tmp_path, OTHER).scan()
+    [segment], bad = opened(tmp_path, OTHER).scan("dropped")
     assert segment.path == path and bad == [damaged]
     opened(tmp_path, OTHER).restore(cache_of(), 100)
     assert list(tmp_path.iterdir()) == [path]

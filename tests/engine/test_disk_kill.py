@@ -14,13 +14,15 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.engine.conftest import golden, greedy
 
 ROOT = pathlib.Path(__file__).parents[2]
-KILLS = [2, pytest.param(30, marks=pytest.mark.slow)]
+KILLS = [4, pytest.param(30, marks=pytest.mark.slow)]
 MOST_SECONDS = 60  # of a process, until it has said something
 
 
@@ -88,18 +90,28 @@ def damage(folder, rng):
     return True
 
 
-@pytest.mark.parametrize("kills", KILLS)
-def test_no_kill_leaves_a_page_that_is_wrong_and_a_start_says_what_it_drops(tmp_path, jobs, kills):
-    folder, log = tmp_path / "pages", tmp_path / "log"
-    reads = unfinished = planted = refused = 0
-    for seed in range(kills):
-        unfinished += any(name.endswith(".part") for name in files(folder))
+def chain(folder, jobs, seeds):
+    """Kills processes one after another, which all have one folder; returns what was seen."""
+    seen, log = Counter(), folder.with_suffix(".log")
+    for seed in seeds:
+        seen["unfinished"] += any(name.endswith(".part") for name in files(folder))
         dropped, read = run_and_kill(folder, jobs, seed, log)
         text = log.read_text()
         assert dropped == dropped_by_log(text), text
-        refused += text.count("is damaged; it is dropped") + text.count("it is cut off")
-        reads += read
-        planted += seed % 3 == 0 and damage(folder, random.Random(seed))
-    print(f"pages read: {reads}; unfinished files: {unfinished}; damaged: {planted}, {refused}")
+        seen["refused"] += text.count("is damaged; it is dropped") + text.count("it is cut off")
+        seen["read"] += read
+        seen["planted"] += seed % 3 == 0 and damage(folder, random.Random(seed))
+    return seen
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_no_kill_leaves_a_page_that_is_wrong_and_a_start_says_what_it_drops(tmp_path, jobs, kills):
+    """In two folders at a time."""
+    chains = [range(first, kills, 2) for first in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        folders = [tmp_path / f"pages {index}" for index in range(2)]
+        seen = sum(pool.map(chain, folders, [jobs, jobs], chains), Counter())
+    print(dict(seen))
     if kills > 2:
-        assert reads > 100 and unfinished > 2 and planted > 5 and refused >= planted
+        assert seen["read"] > 100 and seen["unfinished"] > 2
+        assert seen["planted"] > 5 and seen["refused"] >= seen["planted"]
