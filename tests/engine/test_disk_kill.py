@@ -112,6 +112,6 @@ def test_no_kill_leaves_a_page_that_is_wrong_and_a_start_says_what_it_drops(tmp_
         folders = [tmp_path / f"pages {index}" for index in range(2)]
         seen = sum(pool.map(chain, folders, [jobs, jobs], chains), Counter())
     print(dict(seen))
-    if kills > 2:
+    if kills > 4:
         assert seen["read"] > 100 and seen["unfinished"] > 2
         assert seen["planted"] > 5 and seen["refused"] >= seen["planted"]

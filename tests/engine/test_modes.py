@@ -75,7 +75,7 @@ def test_deterministic_never_mixes_and_ends_chunks_at_the_width(pinned):
 def test_a_platform_that_does_not_keep_it_is_refused(pinned, folder, monkeypatch):
     results = iter(range(100))
 
-    def drifting(engine, prompts, order):
+    def drifting(engine, prompts, order, space):
         return {index: next(results) for index in order}
 
     monkeypatch.setattr(deterministic_module, "_run", drifting)
