@@ -207,9 +207,14 @@ API = {
         "'temprature' is not a sampling field",
     ),
     "a folder that is a file": (
-        lambda good: LLM(good, host_cache_gb=0.1, disk_cache_dir=f"{good}/config.json"),
+        lambda good: LLM(good, host_cache_gb=0.1, disk_cache_dir=__file__),
         ValueError,
-        "config.json' must be a folder that can be read and written (File exists); name another",
+        ".py' must be a folder that can be read and written (File exists); name another",
+    ),
+    "a folder in the model's own": (
+        lambda good: LLM(good, host_cache_gb=0.1, disk_cache_dir=f"{good}/pages"),
+        ValueError,
+        "is in the model's folder, whose files say what model it is; name another",
     ),
     "a folder where none can be": (
         lambda good: LLM(good, host_cache_gb=0.1, disk_cache_dir="/proc/none"),
