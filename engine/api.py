@@ -209,11 +209,12 @@ class LLM:
         padded_T = np.zeros(max(16, 1 << (count - 1).bit_length()), np.int32)
         padded_T[:count] = request.prompt_token_ids  # no token sees the padding behind it
         logits_TV, hidden_LTD = forward_jit(
-            self.engine.params, self.model_config, padded_T, length=np.int32(count)
+            self.engine.params, self.engine.model_config, padded_T, length=np.int32(count)
         )
+        logits_TV = np.asarray(logits_TV)[:count, : self.model_config.vocab_size]
         if hidden_states:
-            return np.asarray(logits_TV)[:count], np.asarray(hidden_LTD)[:, :count]
-        return np.asarray(logits_TV)[:count]
+            return logits_TV, np.asarray(hidden_LTD)[:, :count]
+        return logits_TV
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Samples:
         """Returns the checked requests of a prompt, for `engine.add_request`, and its text."""

@@ -4,6 +4,7 @@
 import dataclasses
 import errno
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from checkpoints import store
 from engine.batch import BatchShape
@@ -34,7 +36,8 @@ from engine.loading import (
 from engine.log import logger
 from engine.loop import Engine
 from engine.memo import Memo
-from engine.memory import available_bytes, check_pages, default_pages
+from engine.memory import array_bytes, available_bytes, check_pages, default_pages
+from engine.models.split import device_config, split_config
 from engine.models.tree import fuse
 from engine.mover import Mover
 from engine.pages import FilePool, PagePool
@@ -45,7 +48,7 @@ from engine.scheduler import Scheduler
 from engine.step import StepConfig
 from engine.strict import CompileCounter
 from engine.waiting import Admission
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh, parse_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,10 @@ def build_engine(config: EngineConfig) -> Built:
     dtype = compute_dtype(config, model, platform)
     max_model_len = context_length(config, model.config.max_position)
     page_size = config.page_size or default_page_size(platform)
-    layout = kv_layout(model.config, page_size, dtype)
+    mesh = engine_mesh(config.mesh)
+    ways = mesh.shape["tensor"]
+    split = split_config(model.config, ways)
+    layout = kv_layout(device_config(split, ways), page_size, dtype)
     ladder = Ladder(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -99,13 +105,14 @@ def build_engine(config: EngineConfig) -> Built:
     widest = max(group.rows * group.width for body in ladder.bodies for group in body)
     shape = BatchShape(len(layout.groups), -(-max_model_len // page_size), config.max_num_seqs)
     stacked = platform != "cpu"
-    mesh = make_mesh(jax.local_devices()[:1])
     # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
-    check_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
-    forbidden = forbidden_ids(model)
-    cfg = StepConfig(model.config, layout, shape, mesh, TENSOR_PARALLEL, widest, forbidden)
-    params = abstract_parameters(model.config, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
-    params = params if stacked else fuse(params)
+    check_model(model, mesh, RULES, dtype, stacked=stacked)
+    forbidden = forbidden_ids(model, split.vocab_size)
+    part = device_config(split, ways)
+    cfg = StepConfig(part, layout, shape, mesh, RULES, widest, forbidden)
+    params = abstract_parameters(model.config, mesh, RULES, dtype, stacked=stacked)
+    fused = not stacked and mesh.size == 1
+    params = fuse(params) if fused else params
     programs_store = ProgramStore(store.cache_folder() / "programs")
 
     def factory_of(num_pages: int) -> ProgramFactory:
@@ -124,10 +131,11 @@ def build_engine(config: EngineConfig) -> Built:
     )
     factory = factory_of(num_pages)
     check_pages(config, factory)
-    lower = tier_sizes(config, layout)
+    lower = tier_sizes(config, array_bytes(factory.slot()))
     if config.disk_cache_dir is not None:
         make_disk_folder(Path(config.disk_cache_dir), store.resolve(config.model))
-    fingerprint = cached_fingerprint(config, model, layout, ladder)
+    whole = kv_layout(split, page_size, dtype)
+    fingerprint = cached_fingerprint(config, model, whole, (ladder.bodies, mesh.shape))
     disk = None
     if config.disk_cache_dir is not None:
         page = factory.slot()
@@ -135,8 +143,8 @@ def build_engine(config: EngineConfig) -> Built:
     clock.end("plan the programs and the pool")
 
     def load() -> Any:
-        weights = load_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
-        return weights if stacked else fuse(weights)
+        weights = load_model(model, mesh, RULES, dtype, stacked=stacked)
+        return fuse(weights) if fused else weights
 
     # Weights are read while programs compile: one waits for the disk, the other for the cores.
     with ThreadPoolExecutor(1) as background:
@@ -180,7 +188,7 @@ def build_engine(config: EngineConfig) -> Built:
         programs=programs,
         store=programs_store,
         params=weights,
-        model_config=model.config,
+        model_config=split,
         make_scheduler=make_scheduler,
         ladder=ladder,
         shape=shape,
@@ -192,7 +200,7 @@ def build_engine(config: EngineConfig) -> Built:
     if config.deterministic:
         check_rows(engine, model.config.vocab_size, ladder.rows, max_model_len)
     clock.end("make the pool")
-    report(model, layout, num_pages, max_model_len, engine)
+    report(model, layout, config.mesh, num_pages, max_model_len, engine)
     return Built(
         engine,
         model,
@@ -210,7 +218,7 @@ def build_engine(config: EngineConfig) -> Built:
 LOWER_POOLS = (lambda pages, groups: PagePool(pages, 1, groups), FilePool)
 
 
-def tier_sizes(config: EngineConfig, layout: KVLayout) -> list[int]:
+def tier_sizes(config: EngineConfig, page_bytes: int) -> list[int]:
     """Returns the pages of the tiers below the device that there are; ValueError if none fits."""
     sizes = []
     wanted = {"host_cache_gb": config.host_cache_gb}
@@ -219,14 +227,14 @@ def tier_sizes(config: EngineConfig, layout: KVLayout) -> list[int]:
     for name, gigabytes in wanted.items():
         if not gigabytes:
             continue
-        pages = int(gigabytes * 1e9) // layout.page_bytes + 1  # and the null page
+        pages = int(gigabytes * 1e9) // page_bytes + 1  # and the null page
         if pages < 2:
             raise ValueError(
-                f"{name}={gigabytes} has no room for a page of {layout.page_bytes} bytes; raise it"
+                f"{name}={gigabytes} has no room for a page of {page_bytes} bytes; raise it"
             )
         sizes.append(pages)
     free = available_bytes()
-    if sizes and sizes[0] * layout.page_bytes > free:
+    if sizes and sizes[0] * page_bytes > free:
         raise ValueError(
             f"host_cache_gb={config.host_cache_gb} is more than the {free / 1e9:.2f} GB that are "
             "free; use less"
@@ -253,19 +261,47 @@ def make_disk_folder(path: Path, model: Path) -> None:
 
 
 def cached_fingerprint(
-    config: EngineConfig, model: Model, layout: KVLayout, ladder: Ladder
+    config: EngineConfig, model: Model, layout: KVLayout, programs: object
 ) -> Callable[[], str]:
-    """Returns a function to the digest of what pages depend on, worked out when it is asked."""
+    """Returns a function to the digest of what pages depend on, worked out when it is asked.
+
+    `programs`: what the last bits of their numbers depend on, as a text tells it.
+    """
 
     @functools.cache
     def fingerprint() -> str:
         memo = Memo(store.cache_folder() / "digests.json")
         path = store.resolve(config.model)
         # With deterministic=True pages are the same to the last bit, so of the same programs.
-        exact = (ladder.bodies, machine_fingerprint()) if config.deterministic else None
+        exact = (programs, machine_fingerprint()) if config.deterministic else None
         return kv_fingerprint(path, model.config, layout, exact, memo)
 
     return fingerprint
+
+
+# Axes that the engine splits over so far.
+BUILT_AXES = ("tensor",)
+
+
+def engine_mesh(text: str) -> Mesh:
+    """Returns the mesh that `EngineConfig.mesh` asks for, of this process's devices.
+
+    Raises ValueError when there are too few of them, or it splits over an axis that the engine
+    does not.
+    """
+    sizes = parse_mesh(text)
+    for axis, size in sizes.items():
+        if size > 1 and axis not in BUILT_AXES:
+            raise ValueError(
+                f"mesh={text!r}: the engine does not split over {axis!r} yet; it does over "
+                f"{', '.join(BUILT_AXES)}"
+            )
+    count, there = math.prod(sizes.values()), len(jax.local_devices())
+    if count > there:
+        raise ValueError(
+            f"mesh={text!r} needs {count} devices, {there} are there; use a smaller one"
+        )
+    return make_mesh(jax.local_devices()[:count], **sizes)
 
 
 def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype:
@@ -297,17 +333,18 @@ def context_length(config: EngineConfig, longest: int) -> int:
     return config.max_model_len
 
 
-def forbidden_ids(model: Model) -> np.ndarray | None:
-    """Returns bool [vocabulary], true for ids without a tokenizer entry; None if there are none."""
-    if model.tokenizer is None:
-        return None
-    known = [model.tokenizer.known(token) for token in range(model.config.vocab_size)]
-    forbidden = ~np.array(known)
+def forbidden_ids(model: Model, size: int) -> np.ndarray | None:
+    """Returns bool [size], true for ids beyond the vocabulary and those without a tokenizer entry;
+    None if there are none."""
+    forbidden = np.arange(size) >= model.config.vocab_size
+    if model.tokenizer is not None:
+        known = [model.tokenizer.known(token) for token in range(model.config.vocab_size)]
+        forbidden[: len(known)] = ~np.array(known)
     return forbidden if forbidden.any() else None
 
 
 def report(
-    model: Model, layout: KVLayout, num_pages: int, max_model_len: int, engine: Engine
+    model: Model, layout: KVLayout, mesh: str, num_pages: int, max_model_len: int, engine: Engine
 ) -> None:
     """Logs the one line of a start."""
     if not engine.scheduler.fits(max_model_len):
@@ -319,15 +356,17 @@ def report(
             layout.page_size,
         )
     logger().info(
-        "%s, %s layers, %s; context %d; pool of %d pages of %d tokens (%.2f GB); "
+        "%s, %s layers, %s%s; context %d; pool of %d pages of %d tokens (%.2f GB%s); "
         "%d programs, %d compiled now",
         model.config.family,
         model.config.num_layers,
         layout.dtype.name,
+        f", {mesh}" if mesh else "",
         max_model_len,
         num_pages,
         layout.page_size,
         num_pages * layout.page_bytes / 1e9,
+        " a device" if mesh else "",
         len(engine.programs),
         engine.stats()["programs_compiled"],
     )

@@ -19,10 +19,8 @@ from engine.models.tree import parameter_specs
 from engine.pages import PagePool
 from engine.rows import Rows
 from pallas_kernels.pages import page_bytes
-from sharding import TENSOR_PARALLEL, Rules, Spec
+from sharding import RULES, Spec
 
-# Experts are split over an axis of their own; its chips share out the requests as data shards do.
-RULES = Rules({**TENSOR_PARALLEL.table, "experts": "expert"})
 # Of the usable memory: a pool of this share is useful, whatever the requests.
 USEFUL_SHARE = 0.25
 
@@ -121,7 +119,7 @@ def active_parameters(shape: Shape) -> int:
 def shards(spec: Spec, parallel: Parallel) -> int:
     """Returns the chips that a parameter is split over; on all others it is repeated."""
     sizes = parallel._asdict()
-    return math.prod(sizes[axis] for axis in RULES.partition(spec.axes) if axis is not None)
+    return math.prod(sizes[name] for axis in spec.axes for name in RULES.mesh_axes(axis))
 
 
 def weight_bytes(shape: Shape, parallel: Parallel | None = None) -> int:
@@ -165,7 +163,7 @@ def request_pages(shape: Shape) -> int:
 def room(shape: Shape, usable_bytes: int, parallel: Parallel) -> Room:
     """Returns what a layout leaves on chips with `usable_bytes` each; nothing may be left."""
     weights = weight_bytes(shape, parallel)
-    page = shape.layout.page_bytes // shards(shape.layout.pool_spec(1), parallel)
+    page = shape.layout.page_bytes // shards(shape.layout.page_spec(), parallel)
     pages = max(0, usable_bytes - weights) // page
     needed = request_pages(shape)
     batch = max(0, pages - 1) // needed * parallel.replicas  # page 0 is reserved

@@ -41,6 +41,8 @@ class EngineConfig:
     max_num_batched_tokens: tokens of one step, decodes and prefill chunks together.
     page_size: tokens of a page, a power of two; None: the platform's.
     num_pages: pages of the pool, one of them reserved; None: as memory allows.
+    mesh: devices by what is split over them, such as "tensor=4"; "" is one device. All of AXES in
+        sharding/mesh.py have size 1 if not given.
     memory_fraction: share of an accelerator's memory for weights, programs and pages.
     prefix_cache: keep the keys and values of what was computed, for requests that begin alike.
     host_cache_gb: of the host's memory for pages that the device has no room for; 0 is none.
@@ -77,6 +79,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     page_size: int | None = None
     num_pages: int | None = None
+    mesh: str = ""
     memory_fraction: float = 0.9
     prefix_cache: bool = True
     host_cache_gb: float = 0.0
@@ -124,6 +127,8 @@ class EngineConfig:
                 f"memory_fraction={self.memory_fraction!r} must be above 0, at most 1; "
                 "it is a share, so write 90% as 0.9"
             )
+        if not isinstance(self.mesh, str):
+            raise ValueError(f'mesh={self.mesh!r} must be a text such as "tensor=4"; "" is one')
         check_int("decode_steps", self.decode_steps, low=1, high=64, remedy="1 is off")
         if self.deterministic and self.decode_steps > 1:
             raise ValueError(f"decode_steps={self.decode_steps} must be 1 with deterministic=True")

@@ -13,20 +13,26 @@ import jax.numpy as jnp
 
 from engine.layers import ACTIVATIONS, Params, gated_mlp, matmul
 from engine.models.config import Experts
+from sharding import ALONE, Axis
 
 EXPERT_MATRICES = ("experts_gate", "experts_up", "experts_down")
 # On CPU a few rows are multiplied one by one, and more in tiles.
 CPU_SINGLE_ROWS, CPU_TILE = 64, 16
 
 
-def expert_mlp(x_TD: jax.Array, valid_T: jax.Array, p: Params, experts: Experts) -> jax.Array:
-    """Returns the weighted sum of the chosen experts' outputs, and of the shared ones'."""
+def expert_mlp(
+    x_TD: jax.Array, valid_T: jax.Array, p: Params, experts: Experts, tensor: Axis = ALONE
+) -> jax.Array:
+    """Returns the weighted sum of the chosen experts' outputs, and of the shared ones'.
+
+    `tensor`: the mesh axis over which the units of each expert are split.
+    """
     logits_TE = matmul(x_TD, p["router"])
     if experts.router_bias:
         logits_TE = logits_TE + p["router_bias"].astype(jnp.float32)[None]
     weight_TK, expert_TK = route(logits_TE, p.get("router_correction"), experts)
     y_TD = routed_mlp(
-        x_TD, weight_TK, jnp.where(valid_T[:, None], expert_TK, experts.count), p, experts
+        x_TD, weight_TK, jnp.where(valid_T[:, None], expert_TK, experts.count), p, experts, tensor
     )
     if experts.shared_width:
         shared = {name.removeprefix("shared_"): p[name] for name in p if name.startswith("shared_")}
@@ -35,7 +41,7 @@ def expert_mlp(x_TD: jax.Array, valid_T: jax.Array, p: Params, experts: Experts)
             gate_T1 = jax.nn.sigmoid(matmul(x_TD, p["gate_of_shared"]))
             shared_TD = (gate_T1 * shared_TD.astype(jnp.float32)).astype(x_TD.dtype)
         y_TD = y_TD + shared_TD
-    return y_TD
+    return tensor.sum(y_TD)
 
 
 def route(
@@ -73,9 +79,17 @@ def _within_groups(choice_TE: jax.Array, experts: Experts) -> jax.Array:
 
 
 def routed_mlp(
-    x_TD: jax.Array, weight_TK: jax.Array, expert_TK: jax.Array, p: Params, experts: Experts
+    x_TD: jax.Array,
+    weight_TK: jax.Array,
+    expert_TK: jax.Array,
+    p: Params,
+    experts: Experts,
+    tensor: Axis = ALONE,
 ) -> jax.Array:
-    """Returns the weighted outputs of each token's experts; an id of E is no expert."""
+    """Returns the weighted outputs of each token's experts; an id of E is no expert.
+
+    They are to be summed over `tensor`.
+    """
     T, K = expert_TK.shape
     E = experts.count
     expert_S = expert_TK.reshape(-1)
@@ -84,16 +98,17 @@ def routed_mlp(
     sizes_E = jnp.zeros(E, jnp.int32).at[expert_S].add(1, mode="drop")
     x_SD = x_TD[order_S // K]
 
-    def grouped(rows, name):
+    def grouped(rows, name, bias_share=1.0):
         y = grouped_matmul(rows, p[name], sizes_E)
         bias = p.get(f"{name}_bias")
         if bias is not None:
-            y = y + bias.at[sorted_S].get(mode="clip").astype(jnp.float32)
+            y = y + bias.at[sorted_S].get(mode="clip").astype(jnp.float32) * bias_share
         return y
 
     gate_SF, up_SF = grouped(x_SD, "experts_gate"), grouped(x_SD, "experts_up")
     hidden_SF = combined(gate_SF, up_SF, experts).astype(x_TD.dtype)
-    y_SD = grouped(hidden_SF, "experts_down")
+    first = jnp.where(tensor.here() == 0, 1.0, 0.0)  # a bias of the sum is added once
+    y_SD = grouped(hidden_SF, "experts_down", first)
     # Rows of no expert hold what the product left there.
     weight_S = jnp.where(sorted_S < E, weight_TK.reshape(-1)[order_S], 0.0)
     y_SD = jnp.where((sorted_S < E)[:, None], y_SD, 0.0) * weight_S[:, None]

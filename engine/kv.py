@@ -59,7 +59,7 @@ class KVLayout:
     def pool_spec(self, num_pages: int) -> Spec:
         """Returns the spec of one place of the pool."""
         shape = (num_pages, *page_shape(self.kv_heads, self.page_size, self.cell_width))
-        return Spec(shape, (None, self.heads_axis, None, None), self.dtype)
+        return Spec(shape, ("pages", self.heads_axis, None, None), self.dtype)
 
 
 def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype) -> KVLayout:

@@ -7,6 +7,8 @@ Letters: T tokens, D width, F FFN width, N query heads, K KV heads, H head width
 import jax
 import jax.numpy as jnp
 
+from sharding import ALONE, Axis
+
 Params = dict[str, jax.Array]
 
 
@@ -41,18 +43,35 @@ def _cpu_matmul(x_TD: jax.Array, weight_FD: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y_FT).T
 
 
-def linear(x_TD: jax.Array, weight_FD: jax.Array, bias_F: jax.Array | None = None) -> jax.Array:
-    """Returns y_TF = x @ weight^T + bias, accumulated in float32, in x's dtype."""
+def linear(
+    x_TD: jax.Array,
+    weight_FD: jax.Array,
+    bias_F: jax.Array | None = None,
+    over: Axis = ALONE,
+) -> jax.Array:
+    """Returns y_TF = x @ weight^T + bias, accumulated in float32, in x's dtype.
+
+    `over`: the mesh axis over which x and the weights' columns are split; it is summed.
+    """
     y_TF = matmul(x_TD, weight_FD)
+    if over.ways > 1:  # what travels is in x's dtype
+        y_TF = over.sum(y_TF.astype(x_TD.dtype)).astype(jnp.float32)
     if bias_F is not None:
         y_TF = y_TF + bias_F.astype(jnp.float32)[None]
     return y_TF.astype(x_TD.dtype)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Returns x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, over: Axis = ALONE, count: int | None = None
+) -> jax.Array:
+    """Returns x / rms(x) * weight over the last axis, computed in float32, in x's dtype.
+
+    `over`: the mesh axis over which the last axis is split. `count`: how many of its numbers, on
+    all devices, are meant; the others are zeros. None: all.
+    """
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    mean = over.sum(jnp.sum(y * y, axis=-1, keepdims=True)) / (count or x.shape[-1] * over.ways)
+    y = y * jax.lax.rsqrt(mean + eps)
     return (y * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
 
 
@@ -77,8 +96,8 @@ ACTIVATIONS = {
 }
 
 
-def gated_mlp(x_TD: jax.Array, p: Params, activation: str) -> jax.Array:
-    """Returns down(activation(gate(x)) * up(x))."""
+def gated_mlp(x_TD: jax.Array, p: Params, activation: str, over: Axis = ALONE) -> jax.Array:
+    """Returns down(activation(gate(x)) * up(x)), summed over the axis that splits its units."""
     gate_TF = linear(x_TD, p["gate"], p.get("gate_bias"))
     up_TF = linear(x_TD, p["up"], p.get("up_bias"))
-    return linear(ACTIVATIONS[activation](gate_TF) * up_TF, p["down"], p.get("down_bias"))
+    return linear(ACTIVATIONS[activation](gate_TF) * up_TF, p["down"], p.get("down_bias"), over)

@@ -23,6 +23,7 @@ from engine.models import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.family import Entry, Family, Names
 from engine.models.rope_keys import with_factors
+from engine.models.split import after, arrangement, split_config
 from engine.models.tree import parameter_specs
 from engine.models.values import ids
 from engine.params import SamplingParams
@@ -255,6 +256,7 @@ def stored_dtype(checkpoint: Checkpoint) -> np.dtype:
 def check_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool) -> None:
     """Raises ValueError naming every missing or mis-shaped tensor, without reading any.
 
+    Also for KV heads that cannot be shared out over the mesh.
     Tensors that no parameter needs are reported in one warning, known ones in a line.
     """
     sources, targets, _ = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
@@ -312,16 +314,27 @@ def check_counts(model: Model) -> None:
 def parameter_tables(
     model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool
 ) -> tuple[dict[str, Source], dict[str, Target], Any]:
-    """Returns where each parameter comes from, what it shall be, and the tree they make."""
+    """Returns where each parameter comes from, what it shall be, and the tree they make.
+
+    It shall be that of the config as it is split over the mesh.
+    """
     check_counts(model)
-    specs = parameter_specs(model.config, dtype, stacked=stacked)
+    ways = rules.ways(mesh, "kv_heads")
     names = model.family.names(model.checkpoint.kind, model.config)
-    paths, treedef = jax.tree.flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
+    is_spec = lambda leaf: isinstance(leaf, Spec)  # noqa: E731
+    stored = parameter_specs(model.config, dtype, stacked=stacked)
+    specs = parameter_specs(split_config(model.config, ways), dtype, stacked=stacked)
+    paths, treedef = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
+    arranged = {
+        path: arrangement(spec, was, model.config, ways)
+        for (path, spec), was in zip(paths, jax.tree.leaves(stored, is_leaf=is_spec), strict=True)
+    }
     sources: dict[str, Source] = {}
     targets: dict[str, Target] = {}
     for path, spec in paths:
         name = jax.tree_util.keystr(path)
-        sources[name] = source_of(path, names, model.config, stacked)
+        source = source_of(path, names, model.config, stacked)
+        sources[name] = source._replace(transform=after(source.transform, arranged[path]))
         targets[name] = Target(spec.shape, spec.dtype, rules.sharding(mesh, spec))
     return sources, targets, treedef
 
@@ -357,7 +370,11 @@ def path_keys(path: tuple[Any, ...]) -> list[Any]:
 def abstract_parameters(
     config: ModelConfig, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stacked: bool
 ) -> Any:
-    """Returns the tree of parameters as abstract arrays with their shardings on `mesh`."""
-    specs = parameter_specs(config, dtype, stacked=stacked)
+    """Returns the tree of parameters as abstract arrays with their shardings on `mesh`.
+
+    They are those of the config as it is split over the mesh.
+    """
+    split = split_config(config, rules.ways(mesh, "kv_heads"))
+    specs = parameter_specs(split, dtype, stacked=stacked)
     leaf = lambda spec: isinstance(spec, Spec)  # noqa: E731
     return jax.tree.map(lambda spec: rules.abstract(mesh, spec), specs, is_leaf=leaf)

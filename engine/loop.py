@@ -81,7 +81,7 @@ class Engine:
         self.programs = programs
         self.params = params
         self.tokenizer = tokenizer
-        self._model_config = model_config
+        self.model_config = model_config
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler()
         self._mover = mover
@@ -287,7 +287,7 @@ class Engine:
             if piece.request.first_scheduled_s is None:
                 piece.request.first_scheduled_s = now
             if piece.fresh and piece.request.params.changes_logits:
-                tables = pack_tables(piece.request, self._model_config.vocab_size)
+                tables = pack_tables(piece.request, self.model_config.vocab_size)
                 self.state = self.programs["row"](self.state, tables)
         packed = pack(plan, self._shape, self.scheduler.tables, self.scheduler.lengths)
         if plan.repeat > 1:
@@ -336,7 +336,7 @@ class Engine:
         return calls
 
     def _head_params(self) -> Params:
-        return head_parameters(self.params, self._model_config)
+        return head_parameters(self.params, self.model_config)
 
     # Reading
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many pages the pool has: what memory there is, and what else takes it."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from engine.buckets import Ladder
 from engine.config import EngineConfig
@@ -44,9 +44,10 @@ def default_pages(
     key = f"{programs_store.key(programs[0])} {wanted}"
     known = memo.get(key)
     if device.platform == "cpu":
-        free = available_bytes()
+        devices = tiny.cfg.mesh.size  # which all have the one memory
+        free = available_bytes() // devices
         if known is None or known * layout.page_bytes > free // 2:
-            sizing = dict(free_bytes=free // 4, limit_bytes=CPU_POOL_BYTES)
+            sizing = dict(free_bytes=free // 4, limit_bytes=CPU_POOL_BYTES // devices)
             known = pool_pages(layout, tokens_wanted=wanted, **sizing)
             memo.set(key, known)
         return known
@@ -63,15 +64,15 @@ def check_pages(config: EngineConfig, factory: ProgramFactory) -> None:
     beside = fixed_bytes(factory)
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        free = available_bytes()
+        free = available_bytes() // factory.cfg.mesh.size
     else:
         free = device_bytes(device, config.memory_fraction)
     if pool + beside > free:
         fits = max(0, free - beside) // factory.cfg.layout.page_bytes
         raise ValueError(
             f"num_pages={factory.num_pages} takes {pool / 1e9:.2f} GB beside {beside / 1e9:.2f} GB "
-            f"of weights and row state, and {free / 1e9:.2f} GB are free; use at most {fits}, or "
-            "leave it out"
+            f"of weights and row state, and {free / 1e9:.2f} GB are free, on each device; use at "
+            f"most {fits}, or leave it out"
         )
 
 
@@ -94,9 +95,9 @@ def device_bytes(device: Any, fraction: float) -> int:
 
 
 def fixed_bytes(factory: ProgramFactory) -> int:
-    """Returns the bytes of weights and row state, which there are whatever the pool's size."""
+    """Returns a device's bytes of weights and row state, whatever the pool's size."""
     pool = factory.num_pages * factory.cfg.layout.page_bytes
-    return tree_bytes(factory.params) + tree_bytes(factory.state) - pool
+    return device_tree_bytes(factory.params) + device_tree_bytes(factory.state) - pool
 
 
 def available_bytes() -> int:
@@ -108,9 +109,17 @@ def available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree of arrays, or of abstract ones."""
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def array_bytes(array: Any) -> int:
+    """Returns the bytes of an array, or an abstract one, on all devices together."""
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def device_tree_bytes(tree: Any) -> int:
+    """Returns the bytes that one device has of a tree of arrays, or of abstract ones."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def coarse_pages(pages: int) -> int:

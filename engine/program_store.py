@@ -34,18 +34,30 @@ DIGEST_BYTES = 32  # a stored executable begins with its sha256, so that a torn 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function, the abstract values of its arguments, and the shardings of its results."""
+    """A function, the abstract values of its arguments, and the shardings of its results.
+
+    The function is what one device of the mesh does, with its parts of the arguments, to make its
+    parts of the results; a `whole` one is given and makes whole arrays, and XLA splits it.
+    """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     results: Any  # abstract values, with shardings
     donated: tuple[int, ...] = ()
+    whole: bool = False
 
     def lower(self) -> jax.stages.Lowered:
         """Returns the program traced and lowered for its arguments' devices."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.results)
-        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
+        function = self.function
+        if not self.whole:
+            parts = jax.tree.map(lambda leaf: leaf.sharding.spec, (self.arguments, self.results))
+            mesh = jax.tree.leaves(shardings)[0].mesh
+            function = jax.shard_map(
+                function, mesh=mesh, in_specs=parts[0], out_specs=parts[1], check_vma=False
+            )
+        jitted = jax.jit(function, donate_argnums=self.donated, out_shardings=shardings)
         return jitted.lower(*self.arguments)
 
 
@@ -84,7 +96,10 @@ def machine_fingerprint() -> str:
 def describe(value: Any) -> str:
     """Returns a text that is equal only for equal static values and abstract arrays."""
     if isinstance(value, jax.ShapeDtypeStruct):
-        where = (value.sharding.spec, value.sharding.memory_kind) if value.sharding else None
+        where = None
+        if value.sharding is not None:
+            mesh = describe(getattr(value.sharding, "mesh", None))
+            where = (value.sharding.spec, mesh, value.sharding.memory_kind)
         return f"{value.shape}{value.dtype}{where}"
     if isinstance(value, np.ndarray):
         return f"{value.shape}{value.dtype}{hashlib.sha256(value.tobytes()).hexdigest()}"
@@ -160,6 +175,7 @@ class ProgramStore:
                 describe(program.function),
                 str(arguments),
                 str(program.donated),
+                str(program.whole),
             ]
         )
         return hashlib.sha256(text.encode()).hexdigest()
@@ -169,8 +185,7 @@ class ProgramStore:
             jax.tree.structure((program.arguments, {})),
             jax.tree.structure(program.results),
         )
-        devices = {d for leaf in jax.tree.leaves(program.results) for d in leaf.sharding.device_set}
-        ordered = sorted(devices, key=lambda device: device.id)
+        ordered = list(jax.tree.leaves(program.results)[0].sharding.mesh.devices.flat)
         try:
             stored = path.read_bytes()
         except FileNotFoundError:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which programs an engine has, from its static configuration, and how large its pool is."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,15 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from engine.batch import packed_tables_size
 from engine.buckets import Group, Head, Ladder, Repeat
-from engine.kv import Pool
 from engine.models.decoder import head_parameters
 from engine.program_store import Executables, Program, ProgramStore
 from engine.sampling import TOP_LOGPROBS, Logprobs
-from engine.state import State, empty_state
+from engine.state import State, empty_state, state_axes
 from engine.step import (
     Hidden,
     StepConfig,
@@ -30,12 +27,17 @@ from engine.step import (
     run_row,
     run_score,
 )
+from sharding import Axes
 
 MOVES = 8  # pages that one call of the programs "copy", "park" and "restore" moves
 
 
 class ProgramFactory:
-    """Builds the programs of one engine from its static configuration."""
+    """Builds the programs of one engine from its static configuration.
+
+    Shapes below are those of one device's parts; what a program is given and gives is made of the
+    parts of all devices.
+    """
 
     def __init__(
         self,
@@ -54,23 +56,24 @@ class ProgramFactory:
         self.stacked = stacked
         self.decode_steps = decode_steps
         self.caches = caches
+        self.vocabulary = cfg.model.vocab_size * cfg.model.tensor_ways  # ids of all devices
         self.state = self._abstract_state()
 
-    def _array(self, shape: Sequence[int], dtype: Any) -> Any:
-        replicated = NamedSharding(self.cfg.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=replicated)
+    def _array(self, shape: Sequence[int], dtype: Any, axes: Axes = ("rows",)) -> Any:
+        """Returns the abstract array of which a device has `shape`; `axes` are its first ones."""
+        part = jax.ShapeDtypeStruct(tuple(shape), dtype)
+        axes += (None,) * (len(part.shape) - len(axes))
+        return self.cfg.rules.whole(self.cfg.mesh, part, axes)
 
     def _abstract_state(self) -> State:
-        cfg = self.cfg
         state = jax.eval_shape(self._empty_state)
-        spec = cfg.layout.pool_spec(self.num_pages)
-        pool: Pool
-        if self.stacked:
-            pool = cfg.rules.abstract(cfg.mesh, spec.stacked(cfg.layout.places))
-        else:
-            pool = (cfg.rules.abstract(cfg.mesh, spec),) * cfg.layout.places
-        rest = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), state)
-        return dataclasses.replace(rest, pool=pool)
+        axes = state_axes(self.cfg.layout, stacked=self.stacked)
+        return jax.tree.map(
+            lambda names, leaf: self._array(leaf.shape, leaf.dtype, names),
+            axes,
+            state,
+            is_leaf=is_axes,
+        )
 
     def _empty_state(self) -> State:
         rows = self.cfg.shape.num_rows + 1
@@ -88,7 +91,7 @@ class ProgramFactory:
         )
 
     def _logprobs(self, rows: int) -> Logprobs:
-        C = min(TOP_LOGPROBS, self.cfg.model.vocab_size)
+        C = min(TOP_LOGPROBS, self.vocabulary)
         return Logprobs(
             logprob_B=self._array((rows,), jnp.float32),
             rank_B=self._array((rows,), jnp.int32),
@@ -102,30 +105,34 @@ class ProgramFactory:
 
     def row(self) -> Program:
         """Returns the program that fills the tables' row of a request."""
-        packed = self._array((packed_tables_size(self.cfg.model.vocab_size),), jnp.int32)
-        return Program("row", run_row, (self.state, packed), self.state, donated=(0,))
+        packed = self._array((packed_tables_size(self.vocabulary),), jnp.int32)
+        function = partial(run_row, cfg=self.cfg)
+        return Program("row", function, (self.state, packed), self.state, donated=(0,))
 
     def copy(self) -> Program:
         """Returns the program that copies pages of the pool."""
-        pages = self._array((2, MOVES), jnp.int32)
+        pages = self._array((2, MOVES), jnp.int32, (None, "rows"))
         return Program("copy", run_copy, (self.state, pages), self.state, donated=(0,))
 
     def slot(self) -> Any:
         """Returns the abstract value of a page in the host's memory, pinned for transfers."""
-        page = self.cfg.rules.abstract(self.cfg.mesh, self.cfg.layout.page_spec())
+        spec = self.cfg.layout.page_spec()
+        page = self._array(spec.shape, spec.dtype, spec.axes)
         pinned = page.sharding.with_memory_kind("pinned_host")
         return jax.ShapeDtypeStruct(page.shape, page.dtype, sharding=pinned)
 
     def park(self) -> Program:
         """Returns the program that copies pages to the host."""
         pages = self._array((MOVES,), jnp.int32)
-        return Program("park", run_park, (self.state.pool, pages), (self.slot(),) * MOVES)
+        slots = (self.slot(),) * MOVES
+        return Program("park", run_park, (self.state.pool, pages), slots, whole=True)
 
     def restore(self) -> Program:
         """Returns the program that copies pages back from the host."""
         pages, slots = self._array((MOVES,), jnp.int32), (self.slot(),) * MOVES
         pool = self.state.pool
-        return Program("restore", run_restore, (pool, pages, *slots), pool, donated=(0,))
+        arguments = (pool, pages, *slots)
+        return Program("restore", run_restore, arguments, pool, donated=(0,), whole=True)
 
     def body(self, body: tuple[Group, ...]) -> Program:
         """Returns the body program of the row groups `body`."""
@@ -149,7 +156,7 @@ class ProgramFactory:
             f"{self.decode_steps} steps of decode{group.rows}x1",
             partial(run_repeat, cfg=self.cfg, body=body, steps=self.decode_steps),
             (self.params, self.state, packed),
-            (self.state, self._array((self.decode_steps, group.rows), jnp.int32)),
+            (self.state, self._array((self.decode_steps, group.rows), jnp.int32, (None, "rows"))),
             donated=(1,),
         )
 
@@ -158,7 +165,7 @@ class ProgramFactory:
         name = f"head {head.kind}{head.rows}"
         if head.kind == "score":
             hidden = self._hidden(prompt=True).prompt_CD
-            wanted = self._array((2, head.rows), jnp.int32)
+            wanted = self._array((2, head.rows), jnp.int32, (None, "rows"))
             function = partial(run_score, cfg=self.cfg)
             arguments = (head_parameters(self.params, self.cfg.model), hidden, wanted)
             return Program(name, function, arguments, self._logprobs(head.rows))
@@ -176,6 +183,11 @@ class ProgramFactory:
             (self.state, (tokens, logprobs)),
             donated=(1,),
         )
+
+
+def is_axes(value: Any) -> bool:
+    """Returns whether `value` names the axes of one array."""
+    return isinstance(value, tuple) and all(name is None or isinstance(name, str) for name in value)
 
 
 def build_programs(

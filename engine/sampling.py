@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to tokens and log-probabilities, row by row.
 
-Keys are (seed, sample index, position), so a token depends on nothing but its own request.
-Letters: B rows, V vocabulary, C candidates, K blocks of the vocabulary, S ids of a block.
+Keys are (seed, sample index, position), so a token depends on nothing but its own request. Where
+the vocabulary is split over devices, `axis` is the mesh axis, and columns are those of one device:
+ids are told apart, and so much travels as there are candidates.
+Letters: B rows, V ids of one device, C candidates, K blocks of them, S ids of a block.
 """
 
 from functools import partial
@@ -12,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from engine.params import NO_TOKEN
+from engine.vocabulary import ids, log_total, take
+from sharding import ALONE, Axis
 
 # Highest logits taken at once; a row whose set may reach beyond them is searched by bisection.
 CANDIDATES = 64
@@ -42,9 +46,15 @@ class Logprobs(NamedTuple):
     top_logprob_BC: jax.Array  # float32
 
 
-def argmax(logits_BV: jax.Array) -> jax.Array:
+def argmax(logits_BV: jax.Array, axis: Axis = ALONE) -> jax.Array:
     """Returns the id of the highest logit of each row, the lowest id where several tie."""
-    return jax.lax.platform_dependent(logits_BV, cpu=_argmax_of_blocks, default=_argmax_of_all)
+    place_B = jax.lax.platform_dependent(logits_BV, cpu=_argmax_of_blocks, default=_argmax_of_all)
+    if axis.ways == 1:
+        return place_B
+    top_B1 = jnp.take_along_axis(logits_BV, place_B[:, None], axis=1)
+    id_BX = axis.gather((place_B + axis.here() * logits_BV.shape[1])[:, None], 1)
+    best_B1 = _argmax_of_all(axis.gather(top_B1, 1))[:, None]
+    return jnp.take_along_axis(id_BX, best_B1, axis=1)[:, 0]
 
 
 def _argmax_of_all(logits_BV: jax.Array) -> jax.Array:
@@ -59,31 +69,34 @@ def _argmax_of_blocks(logits_BV: jax.Array) -> jax.Array:
     return jnp.minimum(block_B * BLOCK + _argmax_of_all(logits_BS), logits_BV.shape[1] - 1)
 
 
-def checked(token_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+def checked(token_B: jax.Array, logits_BV: jax.Array, axis: Axis = ALONE) -> jax.Array:
     """Returns the tokens, NO_TOKEN where a row has a NaN or no finite logit at the top."""
-    # The highest of a row with a NaN is the NaN.
-    best_B = jnp.take_along_axis(logits_BV, argmax(logits_BV)[:, None], axis=1)[:, 0]
-    return jnp.where(jnp.isfinite(best_B), token_B, NO_TOKEN)
+    # A sum sees every NaN; XLA's CPU backend may pass over one as it takes the highest.
+    total_B = logits_BV.sum(axis=-1)
+    finite_B = jnp.isfinite(axis.max(logits_BV.max(axis=-1))) & ~jnp.isnan(axis.sum(total_B))
+    return jnp.where(finite_B, token_B, NO_TOKEN)
 
 
-def sample_or_argmax(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+def sample_or_argmax(logits_BV: jax.Array, rows: SamplingRows, axis: Axis = ALONE) -> jax.Array:
     """Returns `sample`, or just the argmax where all rows are greedy."""
     greedy = jnp.all(rows.temperature_B == 0)
-    return jax.lax.cond(greedy, lambda: argmax(logits_BV), lambda: sample(logits_BV, rows))
+    return jax.lax.cond(
+        greedy, lambda: argmax(logits_BV, axis), lambda: sample(logits_BV, rows, axis)
+    )
 
 
-def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+def sample(logits_BV: jax.Array, rows: SamplingRows, axis: Axis = ALONE) -> jax.Array:
     """Returns one token a row, drawn from `distribution`; rows of temperature 0 take the argmax.
 
     By inverting the distribution function, in the order of ids, at one uniform number a row.
     """
-    scaled_BV = distribution(logits_BV, rows)
+    scaled_BV = distribution(logits_BV, rows, axis)
     uniform_B = jax.vmap(uniform)(rows.seed_B2, rows.sample_B, rows.position_B)
-    drawn_B = pick(jnp.exp(scaled_BV), uniform_B)
-    return jnp.where(rows.temperature_B == 0, argmax(logits_BV), drawn_B)
+    drawn_B = pick(jnp.exp(scaled_BV), uniform_B, axis)
+    return jnp.where(rows.temperature_B == 0, argmax(logits_BV, axis), drawn_B)
 
 
-def distribution(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+def distribution(logits_BV: jax.Array, rows: SamplingRows, axis: Axis = ALONE) -> jax.Array:
     """Returns what tokens are drawn from, as logits with a maximum of 0, -inf where none is kept.
 
     Temperature, then min-p, then top-k, then top-p of what is left, as vLLM has it. Of equal logits
@@ -92,13 +105,14 @@ def distribution(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     """
     greedy_B = rows.temperature_B == 0
     # Of the distance to the maximum, so that a tiny temperature leaves the maximum finite.
-    distance_BV = logits_BV - logits_BV.max(axis=-1, keepdims=True)
+    distance_BV = logits_BV - axis.max(logits_BV.max(axis=-1, keepdims=True))
     smallest = jnp.finfo(jnp.float32).tiny
     temperature_B = jnp.where(greedy_B, 1.0, jnp.maximum(rows.temperature_B, smallest))
     scaled_BV = distance_BV / temperature_B[:, None]
     least_B = jnp.where(greedy_B, -jnp.inf, jnp.log(rows.min_p_B))
     scaled_BV = jnp.where(scaled_BV >= least_B[:, None], scaled_BV, -jnp.inf)
-    V = scaled_BV.shape[1]
+    id_V = ids(scaled_BV.shape[1], axis)
+    V = scaled_BV.shape[1] * axis.ways
     no_k_B = greedy_B | (rows.top_k_B <= 0) | (rows.top_k_B >= V)
     k_B = jnp.where(no_k_B, V, rows.top_k_B)
     p_B = jnp.where(greedy_B, 1.0, rows.top_p_B)
@@ -108,11 +122,11 @@ def distribution(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     floor_B, last_B = jax.lax.cond(
         jnp.all(off_B),
         lambda: (jnp.full(off_B.shape, -jnp.inf), jnp.zeros(off_B.shape, jnp.int32)),
-        lambda: last_kept(scaled_BV, k_B, p_B, ~off_B),
+        lambda: last_kept(scaled_BV, k_B, p_B, ~off_B, axis),
     )
     floor_B = jnp.where(off_B, -jnp.inf, floor_B)
     tied_BV = scaled_BV == floor_B[:, None]
-    tied_BV = tied_BV & (jnp.arange(V, dtype=jnp.int32)[None] <= last_B[:, None])
+    tied_BV = tied_BV & (id_V[None] <= last_B[:, None])
     return jnp.where((scaled_BV > floor_B[:, None]) | tied_BV, scaled_BV, -jnp.inf)
 
 
@@ -131,16 +145,27 @@ def blocks(values_BV: jax.Array, fill: Any) -> jax.Array:
     return padded.reshape(B, K, BLOCK)
 
 
-def pick(weight_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+def pick(weight_BV: jax.Array, uniform_B: jax.Array, axis: Axis = ALONE) -> jax.Array:
     """Returns the id where the running sum of a row's weights passes `uniform` of their total.
 
-    First among the sums of blocks, then in the block: one pass over the vocabulary. Never an id
-    without weight, whatever the rounding.
+    First among the sums of devices, then of blocks, then in the block: one pass over the
+    vocabulary. Never an id without weight, whatever the rounding.
     """
     weight_BKS = blocks(weight_BV, 0.0)
     sum_BK = weight_BKS.sum(axis=-1)
+    sum_BX = axis.gather(sum_BK.sum(axis=-1, keepdims=True), 1)
+    target_B = uniform_B * sum_BX.sum(axis=-1)
+    if axis.ways == 1:
+        return _pick_of_blocks(weight_BKS, sum_BK, target_B)
+    before_BX = jnp.cumsum(sum_BX, axis=-1) - sum_BX
+    device_B = _last_reached(before_BX, sum_BX, target_B)
+    rest_B = target_B - jnp.take_along_axis(before_BX, device_B[:, None], axis=1)[:, 0]
+    id_B = _pick_of_blocks(weight_BKS, sum_BK, rest_B) + axis.here() * weight_BV.shape[1]
+    return axis.sum(jnp.where(device_B == axis.here(), id_B, 0))
+
+
+def _pick_of_blocks(weight_BKS: jax.Array, sum_BK: jax.Array, target_B: jax.Array) -> jax.Array:
     before_BK = jnp.cumsum(sum_BK, axis=-1) - sum_BK
-    target_B = uniform_B * sum_BK.sum(axis=-1)
     block_B = _last_reached(before_BK, sum_BK, target_B)
     weight_BS = jnp.take_along_axis(weight_BKS, block_B[:, None, None], axis=1)[:, 0]
     rest_B = target_B - jnp.take_along_axis(before_BK, block_B[:, None], axis=1)[:, 0]
@@ -156,12 +181,17 @@ def _last_reached(before_BX: jax.Array, weight_BX: jax.Array, target_B: jax.Arra
     return jnp.maximum(jnp.where(reached_BX, place_X[None], -1).max(axis=-1), first_B)
 
 
-def highest(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def highest(values_BV: jax.Array, count: int, axis: Axis = ALONE) -> tuple[jax.Array, jax.Array]:
     """Returns (values_BC, id_BC), the `count` highest, falling; of equal ones the lowest ids."""
     blocked = partial(_highest_of_blocks, count=count)
-    return jax.lax.platform_dependent(
+    top_BC, id_BC = jax.lax.platform_dependent(
         values_BV, cpu=blocked, default=partial(_highest_of_all, count=count)
     )
+    if axis.ways == 1:
+        return top_BC, id_BC
+    id_BX = axis.gather(id_BC + axis.here() * values_BV.shape[1], 1)
+    top_BC, place_BC = _highest_of_all(axis.gather(top_BC, 1), count)
+    return top_BC, jnp.take_along_axis(id_BX, place_BC, axis=1)
 
 
 def _highest_of_all(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -172,7 +202,7 @@ def _highest_of_all(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Ar
 def _highest_of_blocks(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The blocks with the highest maxima hold them: so only those are sorted.
 
-    Twice as fast on CPU. Elsewhere the vocabulary may be sharded, and blocks would gather it.
+    Twice as fast on CPU.
     """
     if values_BV.shape[1] <= 2 * count * BLOCK:
         return _highest_of_all(values_BV, count)
@@ -185,20 +215,25 @@ def _highest_of_blocks(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax
 
 
 def last_kept(
-    scaled_BV: jax.Array, k_B: jax.Array, p_B: jax.Array, wanted_B: jax.Array
+    scaled_BV: jax.Array,
+    k_B: jax.Array,
+    p_B: jax.Array,
+    wanted_B: jax.Array,
+    axis: Axis = ALONE,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (value_B, id_B) of the last token that top-k and then top-p keep of each row.
 
     top-p keeps the smallest set whose probability reaches p of what top-k left. Values are at most
     0. Exact: rows whose set may reach beyond the candidates are searched, those of `wanted_B`.
     """
-    V = scaled_BV.shape[1]
-    sorted_BC, id_BC = highest(scaled_BV, CANDIDATES)
+    V = scaled_BV.shape[1] * axis.ways
+    sorted_BC, id_BC = highest(scaled_BV, CANDIDATES, axis)
     C = sorted_BC.shape[1]
     index_C = jnp.arange(C, dtype=jnp.int32)
     in_k_BC = index_C[None] < k_B[:, None]
     mass_BC = jnp.where(in_k_BC, jnp.exp(sorted_BC), 0.0)
-    total_B = jnp.where(k_B < V, mass_BC.sum(axis=-1), jnp.exp(scaled_BV).sum(axis=-1))
+    whole_B = axis.sum(jnp.exp(scaled_BV).sum(axis=-1))
+    total_B = jnp.where(k_B < V, mass_BC.sum(axis=-1), whole_B)
     before_BC = jnp.cumsum(mass_BC, axis=-1) - mass_BC
     kept_BC = in_k_BC & (before_BC < (p_B * total_B)[:, None])
     kept_BC = kept_BC | (in_k_BC & (p_B >= 1.0)[:, None])
@@ -212,14 +247,14 @@ def last_kept(
 
     def search(index, found):
         row = order_B[index]
-        value, last = search_row(scaled_BV[row], sorted_BC[row, -1], k_B[row], p_B[row])
+        value, last = search_row(scaled_BV[row], sorted_BC[row, -1], k_B[row], p_B[row], axis)
         return found[0].at[row].set(value), found[1].at[row].set(last)
 
     return jax.lax.fori_loop(0, search_B.sum(), search, (value_B, id_B))
 
 
 def search_row(
-    scaled_V: jax.Array, candidate: jax.Array, k: jax.Array, p: jax.Array
+    scaled_V: jax.Array, candidate: jax.Array, k: jax.Array, p: jax.Array, axis: Axis = ALONE
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `last_kept` returns, of one row, by search.
 
@@ -227,7 +262,7 @@ def search_row(
     numbers up to 0 grow as the number falls, until no two different values are left: exact, in
     some 20 passes for each of the two.
     """
-    V = scaled_V.shape[0]
+    V = scaled_V.shape[0] * axis.ways
     # Sums go by columns first, which is twice as fast on CPU. What fills up has no mass.
     scaled_KS = blocks(scaled_V[None], -jnp.inf)[0]
     bits_KS = jax.lax.bitcast_convert_type(jnp.abs(scaled_KS), jnp.int32)
@@ -235,7 +270,7 @@ def search_row(
     first = jax.lax.bitcast_convert_type(jnp.abs(candidate), jnp.int32)
 
     def total(chosen_KS, each_KS):
-        return jnp.sum(jnp.sum(jnp.where(chosen_KS, each_KS, 0.0), axis=0))
+        return axis.sum(jnp.sum(jnp.sum(jnp.where(chosen_KS, each_KS, 0.0), axis=0)))
 
     def count(chosen_KS):
         return total(chosen_KS, 1.0).astype(jnp.int32)  # exact: there are fewer than 2 ** 24
@@ -244,7 +279,7 @@ def search_row(
         return total(chosen_KS, mass_KS)
 
     def highest_bits(bits_KS):
-        return jnp.max(jnp.max(bits_KS, axis=0))
+        return axis.max(jnp.max(jnp.max(bits_KS, axis=0)))
 
     def least(enough, high):
         """Returns the least bits of a value for which `enough` of the values up to it is true.
@@ -286,12 +321,28 @@ def search_row(
     kept = jnp.clip(needed, 1.0, kept).astype(jnp.int32)
     tied_KS = bits_KS == last
     some = count(tied_KS) > kept
-    place = jax.lax.cond(some, lambda: nth(tied_KS, kept), lambda: jnp.int32(V - 1))
+    place = jax.lax.cond(
+        some, lambda: nth(tied_KS, kept, scaled_V.shape[0], axis), lambda: jnp.int32(V - 1)
+    )
     return -jax.lax.bitcast_convert_type(last, jnp.float32), place
 
 
-def nth(chosen_KS: jax.Array, n: jax.Array) -> jax.Array:
-    """Returns the place of the `n`-th that is true, n from 1; first its block, then in it."""
+def nth(chosen_KS: jax.Array, n: jax.Array, size: int, axis: Axis = ALONE) -> jax.Array:
+    """Returns the id of the `n`-th that is true, n from 1, where devices have `size` ids each.
+
+    First its device, then its block, then in the block.
+    """
+    if axis.ways == 1:
+        return _nth_of_blocks(chosen_KS, n)
+    count = jnp.sum(chosen_KS, dtype=jnp.int32)
+    count_X = axis.gather(count[None], 0)
+    upto_X = jnp.cumsum(count_X)
+    device = jnp.argmax(upto_X >= n).astype(jnp.int32)
+    place = _nth_of_blocks(chosen_KS, n - upto_X[device] + count_X[device])
+    return axis.sum(jnp.where(device == axis.here(), place + device * size, 0))
+
+
+def _nth_of_blocks(chosen_KS: jax.Array, n: jax.Array) -> jax.Array:
     upto_K = jnp.cumsum(jnp.sum(chosen_KS, axis=1, dtype=jnp.int32))
     block = jnp.argmax(upto_K >= n).astype(jnp.int32)
     chosen_S = chosen_KS[block].astype(jnp.int32)
@@ -299,10 +350,10 @@ def nth(chosen_KS: jax.Array, n: jax.Array) -> jax.Array:
     return block * BLOCK + jnp.argmax(before + jnp.cumsum(chosen_S) >= n).astype(jnp.int32)
 
 
-def logprobs_of(logits_BV: jax.Array, token_B: jax.Array) -> Logprobs:
+def logprobs_of(logits_BV: jax.Array, token_B: jax.Array, axis: Axis = ALONE) -> Logprobs:
     """Returns the log-probabilities of `token_B` and of each row's most likely tokens."""
-    total_B = jax.scipy.special.logsumexp(logits_BV, axis=-1)
-    own_B = jnp.take_along_axis(logits_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
-    rank_B = 1 + jnp.sum(logits_BV > own_B[:, None], axis=-1, dtype=jnp.int32)
-    top_BC, id_BC = highest(logits_BV, TOP_LOGPROBS)
+    total_B = log_total(logits_BV, axis)
+    own_B = take(logits_BV, jnp.maximum(token_B, 0), axis)
+    rank_B = 1 + axis.sum(jnp.sum(logits_BV > own_B[:, None], axis=-1, dtype=jnp.int32))
+    top_BC, id_BC = highest(logits_BV, TOP_LOGPROBS, axis)
     return Logprobs(own_B - total_B, rank_B, id_BC, top_BC - total_B[:, None])

@@ -5,6 +5,8 @@ Letters: R rows (the last is the null row, where padding writes), G page groups,
 F settings of a row.
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -45,10 +47,37 @@ class State:
         }
 
 
+def state_axes(layout: KVLayout, *, stacked: bool) -> Any:
+    """Returns a State with the logical axes of each array in its place."""
+    pages = layout.pool_spec(1).axes
+    rows: Any = ("rows",)
+    by_row: Any = ("rows", None)
+    by_id: Any = ("rows", "vocab")
+    groups: Any = (None, "rows")
+    words: Any = ("rows", None, None)
+    return State(
+        pool=(None, *pages) if stacked else (pages,) * layout.places,
+        token_R=rows,
+        position_R=rows,
+        length_GR=groups,
+        left_R=rows,
+        finished_R=rows,
+        broken_R=rows,
+        end_ids_RE=by_row,
+        settings_RF=by_row,
+        tables=Tables(
+            bias_RV=by_id,
+            tally_RV=by_id,
+            bad_RML=words,
+            recent_RL=by_row,
+        ),
+    )
+
+
 def empty_state(
     layout: KVLayout, num_pages: int, rows: int, vocabulary: int, *, stacked: bool
 ) -> State:
-    """Returns the state of an idle engine with `rows` rows, the null row included."""
+    """Returns one device's state of an idle engine with `rows` rows, the null row included."""
     zeros_R = jnp.zeros((rows,), jnp.int32)
     return State(
         pool=empty_pool(layout, num_pages, stacked=stacked),

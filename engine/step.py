@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two programs of a step, as pure functions: the body and the head.
 
+Each is what one device of the mesh does, on its own parts of all arrays (`Program` in
+engine/program_store.py puts them into `shard_map`); what devices tell each other is asked for by
+mesh axis. On a mesh of one nothing is.
+
 The body turns the tokens of all row groups into final hidden rows and writes their KV; the head
 turns hidden rows into logits, tokens and log-probabilities. Dense layers see the tokens of all
 groups together, so a mixed step reads the weights once; attention runs group by group.
@@ -16,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from engine.batch import BatchShape
 from engine.buckets import Group
@@ -45,13 +49,14 @@ from engine.sampling import (
     sample_or_argmax,
 )
 from engine.state import State
+from engine.vocabulary import columns
 from pallas_kernels.paged_attention import Rows, paged_attention
 from pallas_kernels.pages import NULL_PAGE, write_cells
 from sharding import Rules
 
 
 class StepConfig(NamedTuple):
-    """What all programs of an engine are built from; all of it static."""
+    """What all programs of an engine are built from; all of it static. Sizes are one device's."""
 
     model: ModelConfig
     layout: KVLayout
@@ -59,7 +64,7 @@ class StepConfig(NamedTuple):
     mesh: Mesh
     rules: Rules
     score_tokens: int  # tokens of the hidden rows that the score head reads
-    forbidden: np.ndarray | None  # bool [V]: ids that are never sampled, or None
+    forbidden: np.ndarray | None  # bool [ids of all devices]: those never sampled, or None
 
 
 class Hidden(NamedTuple):
@@ -136,13 +141,9 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
     offset_GT = jnp.concatenate([t.cell_GT % W for t in parts], axis=1)
     tables = [t.rows_G for t in parts]
     layout = cfg.layout
-    heads = cfg.rules.partition((None, "query_heads", None))
-    cells = cfg.rules.partition((None, layout.heads_axis, None))
-    pages = cfg.rules.partition((None, layout.heads_axis, None, None))
-    by_head = cfg.rules.partition(("query_heads",))
 
-    def local(array, q_TNH, cell_TKC, sinks_N, page_T, offset_T, window, group_rows):
-        """One shard's work: its own heads of all tokens."""
+    @jax.jit  # unrolled layers share one trace
+    def store_and_attend(array, q_TNH, cell_TKC, sinks_N, page_T, offset_T, window, group_rows):
         array = write_cells(array, cell_TKC, page_T, offset_T)
         first, outputs = 0, []
         for group, rows in zip(body, group_rows, strict=True):
@@ -162,15 +163,6 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
             first += count
         return array, jnp.concatenate(outputs)
 
-    sharded = jax.shard_map(
-        local,
-        mesh=cfg.mesh,
-        in_specs=(pages, heads, cells, by_head, *(PartitionSpec(),) * 4),
-        out_specs=(pages, heads),
-        check_vma=False,
-    )
-    sharded = jax.jit(sharded)  # unrolled layers share one trace
-
     def attend(pool, layer, heads):
         array, offset = place_view(pool, layer.place)
         rows = [
@@ -182,7 +174,7 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
             cell_TKC = jnp.concatenate([heads.k_TKH, heads.v_TKY], axis=-1)
         window = jnp.asarray(layer.window, jnp.int32)
         page_T, offset_T = page_GT[layer.group] + offset, offset_GT[layer.group]
-        array, out_TNV = sharded(
+        array, out_TNV = store_and_attend(
             array, heads.q_TNH, cell_TKC, heads.sinks_N, page_T, offset_T, window, rows
         )
         return place_set(pool, layer.place, array), out_TNV
@@ -293,27 +285,27 @@ def run_head(
     parameters), or "logprobs" (that, with log-probabilities). Padding rows are the null row's. The
     token of a row without finite logits is NO_TOKEN; such a row has ended.
     """
-    row_B = hidden.row_S[:rows]
+    row_B, tensor = hidden.row_S[:rows], cfg.model.tensor
     logits_BV = open_logits(params, hidden.sampled_SD[:rows], cfg)
     logprobs, tables = None, state.tables
     if kind == "greedy":
-        token_B = checked(argmax(logits_BV), logits_BV)
+        token_B = checked(argmax(logits_BV, tensor), logits_BV, tensor)
     else:
         settings = state.settings(row_B)
-        changed_BV = changed_logits(logits_BV, tables, wishes(state, settings, row_B))
+        changed_BV = changed_logits(logits_BV, tables, wishes(state, settings, row_B), tensor)
         rows_B = sampling_rows(state, settings, row_B)
-        token_B = checked(sample_or_argmax(changed_BV, rows_B), changed_BV)
-        tables = count_tokens(tables, row_B, jnp.maximum(token_B, 0))
+        token_B = checked(sample_or_argmax(changed_BV, rows_B, tensor), changed_BV, tensor)
+        tables = count_tokens(tables, row_B, jnp.maximum(token_B, 0), tensor)
         if kind == "logprobs":
             processed_B = settings["processed"] > 0
             shown_BV = jax.lax.cond(
                 jnp.any(processed_B),
                 lambda: jnp.where(
-                    processed_B[:, None], distribution(changed_BV, rows_B), logits_BV
+                    processed_B[:, None], distribution(changed_BV, rows_B, tensor), logits_BV
                 ),
                 lambda: logits_BV,
             )
-            logprobs = logprobs_of(shown_BV, token_B)
+            logprobs = logprobs_of(shown_BV, token_B, tensor)
     left_B = state.left_R[row_B] - 1
     ended_B = jnp.any(token_B[:, None] == state.end_ids_RE[row_B], axis=1)
     finished_B = state.finished_R[row_B] | ended_B | (left_B <= 0) | (token_B == NO_TOKEN)
@@ -359,7 +351,8 @@ def open_logits(params: Params, hidden_TD: jax.Array, cfg: StepConfig) -> jax.Ar
     logits_TV = head_logits(params, cfg.model, hidden_TD)
     if cfg.forbidden is None:
         return logits_TV
-    return jnp.where(jnp.asarray(cfg.forbidden)[None], -jnp.inf, logits_TV)
+    forbidden_V = columns(jnp.asarray(cfg.forbidden), logits_TV.shape[1], cfg.model.tensor)
+    return jnp.where(forbidden_V[None], -jnp.inf, logits_TV)
 
 
 def wishes(state: State, settings: dict[str, jax.Array], row_B: jax.Array) -> Wishes:
@@ -404,9 +397,9 @@ def run_restore(pool: Pool, page_C: jax.Array, *slots: jax.Array) -> Pool:
     return put_pages(pool, page_C, tuple(jax.device_put(slot, device) for slot in slots))
 
 
-def run_row(state: State, packed: jax.Array) -> State:
+def run_row(state: State, packed: jax.Array, *, cfg: StepConfig) -> State:
     """Returns the state with one row of the tables as `pack_tables` packed it."""
-    return dataclasses.replace(state, tables=set_row(state.tables, packed))
+    return dataclasses.replace(state, tables=set_row(state.tables, packed, cfg.model.tensor))
 
 
 def run_score(
@@ -414,4 +407,4 @@ def run_score(
 ) -> Logprobs:
     """Returns the log-probabilities of tokens wanted_2S[1] after the rows wanted_2S[0]."""
     hidden_SD = prompt_CD.at[wanted_2S[0]].get(mode="promise_in_bounds")
-    return logprobs_of(open_logits(params, hidden_SD, cfg), wanted_2S[1])
+    return logprobs_of(open_logits(params, hidden_SD, cfg), wanted_2S[1], cfg.model.tensor)

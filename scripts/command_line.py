@@ -20,6 +20,7 @@ ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "page_size",
     "num_pages",
+    "mesh",
     "memory_fraction",
     "prefix_cache",
     "host_cache_gb",
@@ -73,6 +74,8 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     integer("max_num_batched_tokens", "Tokens of one step.")
     integer("page_size", "Tokens of a KV page, a power of two.")
     integer("num_pages", "Pages of the KV pool.")
+    text = 'Devices by what is split over them, such as "tensor=4".'
+    flags.DEFINE_string("mesh", None, text, flag_values=values)
     flags.DEFINE_float("memory_fraction", None, "Share of the memory to use.", flag_values=values)
     define_cache_flags(values)
     flags.DEFINE_bool(

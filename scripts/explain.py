@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from engine import LLM
-from engine.memory import tree_bytes
+from engine.memory import device_tree_bytes
 
 
 def explain(llm: LLM) -> list[str]:
@@ -37,12 +37,13 @@ def memory_lines(llm: LLM) -> Iterator[str]:
     groups = len(layout.groups)
     tokens = (pages - 1) // groups * layout.page_size
     pool = pages * layout.page_bytes
-    yield f"weights    {size(tree_bytes(llm.engine.params))}"
+    yield f"weights    {size(device_tree_bytes(llm.engine.params))}"
     yield (
         f"pages      {size(pool)}: {pages} pages of {layout.page_size} tokens, {groups} page "
         f"groups, about {tokens} tokens; {layout.page_bytes} bytes a page"
     )
-    yield f"row state  {size(tree_bytes(factory.state) - pool)}, most of it biases and tallies"
+    state = device_tree_bytes(factory.state) - pool
+    yield f"row state  {size(state)}, most of it biases and tallies"
 
 
 def bucket_lines(llm: LLM) -> Iterator[str]:

@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes and logical axis rules: where arrays live, told apart from what they mean."""
 
-from sharding.mesh import AXES, make_mesh
-from sharding.rules import REPLICATED, TENSOR_PARALLEL, Rules, Spec
+from sharding.collectives import ALONE, Axis
+from sharding.mesh import AXES, make_mesh, parse_mesh
+from sharding.rules import REPLICATED, RULES, Axes, Rules, Spec
 
-__all__ = ["AXES", "REPLICATED", "TENSOR_PARALLEL", "Rules", "Spec", "make_mesh"]
+__all__ = [
+    "ALONE",
+    "AXES",
+    "REPLICATED",
+    "RULES",
+    "Axes",
+    "Axis",
+    "Rules",
+    "Spec",
+    "make_mesh",
+    "parse_mesh",
+]

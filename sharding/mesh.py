@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "pipe", "sequence", "expert", "tensor")
@@ -28,6 +29,35 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh
             f"mesh {dict(sizes)} needs {count} devices, {len(devices)} are there; "
             "use axis sizes whose product is the number of devices"
         )
-    # A plain Mesh: `jax.make_mesh` refuses shapes that split a physical axis.
-    grid = np.array(devices, dtype=object).reshape(shape)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(device_grid(devices, shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def device_grid(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the devices in a mesh's shape, those near each other along the last axes.
+
+    On a TPU neighbours of the torus are neighbours of the mesh where that can be, a physical axis
+    split if it must; elsewhere, and where no such order is found, it is the order of ids.
+    """
+    if len(devices) > 1 and devices[0].platform == "tpu":
+        try:
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        except (NotImplementedError, ValueError, AssertionError):
+            pass  # part of a slice, or a shape that its torus does not have
+    return np.array(devices, dtype=object).reshape(shape)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Returns the sizes in a text such as "data=2,tensor=4"; the empty text is one device.
+
+    Raises ValueError for what is not so, an unknown axis, or one that stands twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if axis not in AXES or not size.isdecimal() or int(size) < 1 or axis in sizes:
+            raise ValueError(
+                f"mesh={text!r}: {part!r} is not an axis and its size; write such as "
+                f'"data=2,tensor=4", each of {", ".join(AXES)} at most once'
+            )
+        sizes[axis] = int(size)
+    return sizes

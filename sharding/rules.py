@@ -2,11 +2,15 @@
 """Logical axis names and the table that maps them to mesh axes."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Axes = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +18,7 @@ class Spec:
     """One array, declared once: shape, the meaning of each axis (None: never sharded), dtype."""
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    axes: Axes
     dtype: np.dtype
 
     def __post_init__(self) -> None:
@@ -28,29 +32,39 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which mesh axis each logical axis is split over; logical axes not named are replicated."""
+    """Which mesh axes each logical axis is split over; logical axes not named are replicated."""
 
-    table: Mapping[str, str]
+    table: Mapping[str, tuple[str, ...]]
 
-    def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        """Returns the mesh axes that a logical axis is split over."""
+        return self.table.get(axis, ()) if axis else ()
+
+    def ways(self, mesh: Mesh, axis: str | None) -> int:
+        """Returns in how many parts a logical axis is split on `mesh`."""
+        return math.prod(mesh.shape[name] for name in self.mesh_axes(axis))
+
+    def partition(self, axes: Axes) -> PartitionSpec:
         """Returns the PartitionSpec of `axes`; raises ValueError if a mesh axis is used twice."""
-        mapped = tuple(self.table.get(axis) if axis else None for axis in axes)
-        used = [axis for axis in mapped if axis]
-        if twice := [axis for axis in used if used.count(axis) > 1]:
+        mapped = [self.mesh_axes(axis) for axis in axes]
+        used = [name for names in mapped for name in names]
+        if twice := [name for name in used if used.count(name) > 1]:
             raise ValueError(
-                f"axes {axes} map to {mapped}, which uses mesh axis {twice[0]!r} twice; "
+                f"axes {axes} map to {mapped}, which use mesh axis {twice[0]!r} twice; "
                 "replicate one of them in Rules"
             )
-        return PartitionSpec(*mapped)
+        single = [names[0] if len(names) == 1 else names or None for names in mapped]
+        return PartitionSpec(*single)
 
     def sharding(self, mesh: Mesh, spec: Spec) -> NamedSharding:
         """Returns the sharding of `spec` on `mesh`; ValueError if an axis is not divisible."""
         partition = self.partition(spec.axes)
-        for length, name, axis in zip(spec.shape, spec.axes, partition, strict=True):
-            if axis and length % mesh.shape[axis]:
+        for length, axis in zip(spec.shape, spec.axes, strict=True):
+            if length % (ways := self.ways(mesh, axis)):
+                names = " and ".join(repr(name) for name in self.mesh_axes(axis))
                 raise ValueError(
-                    f"axis {name!r} has length {length}, which mesh axis {axis!r} of size "
-                    f"{mesh.shape[axis]} does not divide; use a size that divides {length}"
+                    f"axis {axis!r} has length {length}, which mesh axis {names} of size {ways} "
+                    f"does not divide; use a size that divides {length}"
                 )
         return NamedSharding(mesh, partition)
 
@@ -58,8 +72,24 @@ class Rules:
         """Returns `spec` as an abstract array with its sharding on `mesh`."""
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self.sharding(mesh, spec))
 
+    def whole(self, mesh: Mesh, part: Any, axes: Axes) -> jax.ShapeDtypeStruct:
+        """Returns the abstract array of which every device has a part such as `part`."""
+        shape = tuple(
+            length * self.ways(mesh, axis) for length, axis in zip(part.shape, axes, strict=True)
+        )
+        return self.abstract(mesh, Spec(shape, axes, np.dtype(part.dtype)))
+
 
 REPLICATED = Rules({})
-TENSOR_PARALLEL = Rules(
-    {"query_heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"}
+# Rows of a batch, the pages of their caches, and experts belong to one partition each.
+RULES = Rules(
+    {
+        "query_heads": ("tensor",),
+        "kv_heads": ("tensor",),
+        "ffn": ("tensor",),
+        "vocab": ("tensor",),
+        "experts": ("expert",),
+        "rows": ("data", "expert"),
+        "pages": ("data", "expert", "sequence"),
+    }
 )

@@ -4,6 +4,7 @@
 import dataclasses
 
 from engine.models.rope import Rope
+from sharding import ALONE, Axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,9 @@ class Latent:
 class ModelConfig:
     """A decoder-only transformer. Everything that differs between families is a field here.
 
-    `windows[l]` is layer l's attention window counting the current token, None for full
-    attention; `rope_of_layer[l]` indexes `ropes`. Norm weights are stored as what multiplies
+    Sizes are those of the whole model, or, in the program of one device of several, of that
+    device's part. `windows[l]` is layer l's attention window counting the current token, None for
+    full attention; `rope_of_layer[l]` indexes `ropes`. Norm weights are stored as what multiplies
     (a family whose checkpoints keep w - 1 adds the 1 at load).
     """
 
@@ -113,6 +115,8 @@ class ModelConfig:
     expert_layers: tuple[bool, ...] = ()  # which layers have experts; empty: none
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    tensor_ways: int = 1  # devices that heads, feed-forward and vocabulary are split over
+    real_query_heads: int | None = None  # of all devices, without those that fill up; None: all
 
     def __post_init__(self) -> None:
         if self.query_heads % self.kv_heads:
@@ -138,6 +142,11 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer's feed-forward is of experts."""
         return bool(self.expert_layers) and self.expert_layers[layer]
+
+    @property
+    def tensor(self) -> Axis:
+        """The mesh axis of the devices that have the other parts."""
+        return Axis(("tensor",), self.tensor_ways) if self.tensor_ways > 1 else ALONE
 
     @property
     def rope_width(self) -> int:

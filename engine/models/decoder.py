@@ -18,6 +18,7 @@ from engine.experts import EXPERT_MATRICES, OfLayers, expert_mlp
 from engine.layers import Params, gated_mlp, linear, matmul, rms_norm, rotate
 from engine.models.config import Latent, ModelConfig
 from engine.models.rope import rope_tables
+from engine.vocabulary import own_places
 from pallas_kernels.paged_attention import NO_WINDOW
 
 
@@ -88,7 +89,12 @@ def map_layers(function, carry, segment: Any, data: LayerData):
 
 def embed(params: Params, config: ModelConfig, token_T: jax.Array, dtype) -> jax.Array:
     """Returns x_TD, the scaled embeddings of the tokens."""
-    x_TD = params["embedding"].at[token_T].get(mode="clip").astype(dtype)
+    table_VD, tensor = params["embedding"], config.tensor
+    if tensor.ways == 1:
+        x_TD = table_VD.at[token_T].get(mode="clip").astype(dtype)
+    else:  # each device looks up its own ids
+        place_T = own_places(token_T, table_VD.shape[0], tensor)
+        x_TD = tensor.sum(table_VD.at[place_T].get(mode="fill", fill_value=0).astype(dtype))
     if config.embedding_scale == 1.0:
         return x_TD
     return x_TD * jnp.asarray(config.embedding_scale, dtype)
@@ -106,12 +112,19 @@ def queries_keys_values(h_TD: jax.Array, p: Params, config: ModelConfig):
     )
 
 
-def norm_heads(x_TNH: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns the heads normed, each by itself or all together."""
+def norm_heads(
+    x_TNH: jax.Array, weight: jax.Array, config: ModelConfig, heads: int | None = None
+) -> jax.Array:
+    """Returns the heads normed, each by itself or all together.
+
+    `heads`: how many there are on all devices without those that fill up; None: none fill up.
+    """
     if config.qk_norm == "head":
         return rms_norm(x_TNH, weight, config.norm_eps)
     flat_TX = x_TNH.reshape(x_TNH.shape[0], -1)
-    return rms_norm(flat_TX, weight, config.norm_eps).reshape(x_TNH.shape)
+    count = None if heads is None else heads * config.head_width
+    normed = rms_norm(flat_TX, weight, config.norm_eps, config.tensor, count)
+    return normed.reshape(x_TNH.shape)
 
 
 # The two halves of a layer are programs within the program: unrolled layers share one trace.
@@ -128,7 +141,7 @@ def before_attention(
         return latent_heads(h_TD, p, config, config.latent, cos_TX, sin_TX, expand)
     q_TNH, k_TKH, v_TKH = queries_keys_values(h_TD, p, config)
     if config.qk_norm:
-        q_TNH = norm_heads(q_TNH, p["q_norm"], config)
+        q_TNH = norm_heads(q_TNH, p["q_norm"], config, config.real_query_heads)
         k_TKH = norm_heads(k_TKH, p["k_norm"], config)
     q_TNH, k_TKH = rotate(q_TNH, cos_TX, sin_TX), rotate(k_TKH, cos_TX, sin_TX)
     return Heads(q_TNH, k_TKH, v_TKH, p.get("sinks"))
@@ -177,15 +190,15 @@ def after_attention(
         out = einsum("tnr,nvr->tnv", out_TNY, p["v_up"])
     else:
         out = out_TNY
-    h_TD = linear(out.reshape(x_TD.shape[0], -1), p["o"], p.get("o_bias"))
+    h_TD = linear(out.reshape(x_TD.shape[0], -1), p["o"], p.get("o_bias"), config.tensor)
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_attention_norm"], config.norm_eps)
     x_TD = x_TD + h_TD
     h_TD = rms_norm(x_TD, p["mlp_norm"], config.norm_eps) if config.pre_norms else x_TD
     if config.experts is not None and "router" in p:
-        h_TD = expert_mlp(h_TD, valid_T, p, config.experts)
+        h_TD = expert_mlp(h_TD, valid_T, p, config.experts, config.tensor)
     else:
-        h_TD = gated_mlp(h_TD, p, config.activation)
+        h_TD = gated_mlp(h_TD, p, config.activation, config.tensor)
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_mlp_norm"], config.norm_eps)
     return x_TD + h_TD
@@ -238,7 +251,7 @@ def head_parameters(params: Params, config: ModelConfig) -> Params:
 
 
 def head_logits(params: Params, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:
-    """Returns float32 logits_TV of final hidden rows."""
+    """Returns float32 logits_TV of final hidden rows, of this device's ids."""
     weight = params["embedding" if config.tied_embeddings else "head"]
     logits_TV = matmul(hidden_TD, weight)
     if config.logit_softcap is not None:

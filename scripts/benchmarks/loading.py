@@ -21,7 +21,7 @@ from scripts.benchmarks.report import Chart, Table, shown
 from scripts.benchmarks.rounds import Figures, Run, median_ratio, medians, quiet_rounds
 from scripts.benchmarks.settings import Settings
 from scripts.command_line import UsageError, usage_errors
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 
 RATE = "bytes_per_s"
 BUFFER_BYTES = 1 << 24
@@ -65,7 +65,7 @@ def run_load(model: Model) -> Figures:
     size = sum(file.stat().st_size for file in weight_files(model.checkpoint.path))
     start = time.perf_counter()
     mesh = make_mesh(jax.local_devices()[:1])
-    params = load_model(model, mesh, TENSOR_PARALLEL, stored_dtype(model.checkpoint), stacked=False)
+    params = load_model(model, mesh, RULES, stored_dtype(model.checkpoint), stacked=False)
     jax.block_until_ready(params)
     return {RATE: size / (time.perf_counter() - start)}
 

@@ -36,7 +36,7 @@ from scripts.benchmarks.report import Chart, Table, shown
 from scripts.benchmarks.rounds import Figures, Run, medians, quiet_rounds
 from scripts.benchmarks.settings import Settings
 from scripts.command_line import usage_errors
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT_TOKENS = 16
@@ -155,7 +155,7 @@ def make_bench(config: Any, tokenizer: Tokenizer | None, rows: int) -> Bench:
     mesh = make_mesh(jax.local_devices()[:1])
     dtype = np.dtype(np.float32)
     stacked = jax.default_backend() != "cpu"
-    tree = abstract_parameters(config, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
+    tree = abstract_parameters(config, mesh, RULES, dtype, stacked=stacked)
     tree = tree if stacked else fuse(tree)
     params = jax.tree.map(lambda leaf: jnp.zeros((1,) * len(leaf.shape), leaf.dtype), tree)
     layout = kv_layout(config, PAGE_SIZE, dtype)

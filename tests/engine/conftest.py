@@ -25,7 +25,7 @@ from engine.pages import PagePool
 from engine.plan import Plan
 from engine.request import Request
 from engine.scheduler import Scheduler
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.fixtures import (
     byte_tokenizer,
     fallback_tokenizer,
@@ -85,7 +85,7 @@ def make_together(calls):
 def parameters(model):
     """Returns the parameters of an opened model in float32, a tree of unstacked layers."""
     mesh = make_mesh(jax.local_devices()[:1])
-    return load_model(model, mesh, TENSOR_PARALLEL, np.dtype(np.float32), stacked=False)
+    return load_model(model, mesh, RULES, np.dtype(np.float32), stacked=False)
 
 
 def same_parameters(one, other) -> None:

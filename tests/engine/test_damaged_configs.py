@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from engine.loading import check_model, open_model
 from engine.models import FAMILIES
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.cost import bounded
 from tests.engine.damaged_configs import GGUF, GONE, HUGGING_FACE
 
@@ -25,7 +25,7 @@ def look_at(path):
     """Opens a model and holds its config against its tensors, as the start of an engine does."""
     model = open_model(path)
     mesh = make_mesh(jax.local_devices()[:1])
-    check_model(model, mesh, TENSOR_PARALLEL, np.dtype(np.float32), stacked=False)
+    check_model(model, mesh, RULES, np.dtype(np.float32), stacked=False)
 
 
 def refused(path, said):

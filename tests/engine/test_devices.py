@@ -9,7 +9,7 @@ from checkpoints.orbax_writer import write_orbax
 from engine.export import Export
 from engine.loading import load_model, open_model
 from engine.models.oracle import forward_jit
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.engine.conftest import GOLDEN, parameters, same_parameters
 
 TINY = sorted(folder.name for folder in (GOLDEN / "tiny").iterdir())
@@ -20,7 +20,7 @@ IDS = np.array([1, 17, 250, 3, 99, 64, 200, 8], np.int32)
 
 def on_devices(model, count):
     mesh = make_mesh(jax.local_devices()[:count], tensor=count)
-    return load_model(model, mesh, TENSOR_PARALLEL, F32, stacked=False)
+    return load_model(model, mesh, RULES, F32, stacked=False)
 
 
 @pytest.fixture(params=TINY)
@@ -43,7 +43,7 @@ def test_parameters_are_the_same_on_two_devices(restored):
 def test_scanned_experts_are_those_of_each_layer(arch):
     model = open_model(GOLDEN / "tiny" / arch)
     mesh = make_mesh(jax.local_devices()[:1])
-    stacked = load_model(model, mesh, TENSOR_PARALLEL, F32, stacked=True)
+    stacked = load_model(model, mesh, RULES, F32, stacked=True)
     expected, _ = forward_jit(parameters(model), model.config, IDS)
     logits, _ = forward_jit(stacked, model.config, IDS)
     np.testing.assert_allclose(logits, expected, atol=1e-4)

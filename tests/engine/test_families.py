@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.loading import check_model, family_of, open_model, predictor_tensors
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.engine.conftest import GOLDEN
 
 TINY = sorted(folder.name for folder in (GOLDEN / "tiny").iterdir())
@@ -72,7 +72,7 @@ def test_every_parameter_has_its_tensors_and_none_is_left(arch, stacked, caplog)
     model = open_model(GOLDEN / "tiny" / arch)
     with caplog.at_level(logging.WARNING):
         mesh = make_mesh(jax.local_devices()[:1])
-        check_model(model, mesh, TENSOR_PARALLEL, F32, stacked=stacked)
+        check_model(model, mesh, RULES, F32, stacked=stacked)
     assert not caplog.records
 
 
@@ -89,7 +89,7 @@ def test_a_missing_tensor_is_named(arch, tmp_path):
         model = open_model(folder)
         mesh = make_mesh(jax.local_devices()[:1])
         with pytest.raises(ValueError, match=f"tensors are missing: .*{name}"):
-            check_model(model, mesh, TENSOR_PARALLEL, F32, stacked=False)
+            check_model(model, mesh, RULES, F32, stacked=False)
 
 
 def test_layers_of_multi_token_prediction_are_known_and_not_used(tmp_path, caplog, capsys):
@@ -108,7 +108,7 @@ def test_layers_of_multi_token_prediction_are_known_and_not_used(tmp_path, caplo
     model = open_model(tmp_path)
     assert predictor_tensors(model) == more.keys()
     mesh = make_mesh(jax.local_devices()[:1])
-    check_model(model, mesh, TENSOR_PARALLEL, F32, stacked=False)
+    check_model(model, mesh, RULES, F32, stacked=False)
     assert all(record.levelno < logging.WARNING for record in caplog.records)
     told = capsys.readouterr().err + caplog.text
     assert f"{len(more)} tensors of multi-token prediction are not used" in told

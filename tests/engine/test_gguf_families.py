@@ -13,7 +13,7 @@ from checkpoints.huggingface_writer import write_huggingface
 from engine.export import Export
 from engine.loading import check_model, open_model
 from engine.models.oracle import forward_jit
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.checkpoints.gguf_files import write_gguf
 from tests.engine.conftest import GOLDEN, parameters, same_parameters
 from tests.engine.folder_to_gguf import F16, F32, Q4_K, Q6_K, Q8_0, metadata, write_model
@@ -260,7 +260,7 @@ def test_what_a_file_cannot_mean_is_refused_in_a_line(tmp_path, name, changes, w
     with pytest.raises(ValueError, match=message) as caught:
         model = open_model(path)
         mesh = make_mesh()
-        check_model(model, mesh, TENSOR_PARALLEL, np.dtype(np.float32), stacked=False)
+        check_model(model, mesh, RULES, np.dtype(np.float32), stacked=False)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -25,12 +25,12 @@ import pathlib, sys
 import jax, numpy as np
 from engine.loading import load_model, open_model
 from engine.models.tree import fuse
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 
 path, dtype = sys.argv[1:]
 model = open_model(pathlib.Path(path))
 mesh = make_mesh(jax.local_devices()[:1])
-params = fuse(load_model(model, mesh, TENSOR_PARALLEL, np.dtype(dtype), stacked=False))
+params = fuse(load_model(model, mesh, RULES, np.dtype(dtype), stacked=False))
 status = pathlib.Path("/proc/self/status").read_text()
 peak = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
 print(int(peak) * 1024, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))

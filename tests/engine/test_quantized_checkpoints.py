@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints.huggingface_writer import write_huggingface
 from engine.export import Export
 from engine.loading import check_model, load_model, open_model, stored_dtype
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.engine.conftest import GOLDEN
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -90,7 +90,7 @@ def in_fp8(tensors, layout, left_out=("embed_tokens", "lm_head", "layers.1.mlp.u
 
 def parameters(model, dtype=F32, devices=1, stacked=False):
     mesh = make_mesh(jax.local_devices()[:devices], tensor=devices)
-    return load_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
+    return load_model(model, mesh, RULES, dtype, stacked=stacked)
 
 
 def same_parameters(one, other):
@@ -102,7 +102,7 @@ def silent_check(model, caplog):
     """Asserts that a model's tensors are all there, all fit, and none is left over."""
     with caplog.at_level(logging.WARNING):
         mesh = make_mesh(jax.local_devices()[:1])
-        check_model(model, mesh, TENSOR_PARALLEL, F32, stacked=False)
+        check_model(model, mesh, RULES, F32, stacked=False)
     assert not caplog.records
 
 

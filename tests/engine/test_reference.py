@@ -14,7 +14,7 @@ import pytest
 
 from engine.loading import load_model, open_model
 from engine.models.oracle import forward
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.engine.conftest import engine_on, greedy, open_on_demand, run
 from tests.engine.reference import llama_logits
 from tests.fixtures import byte_tokenizer, write_tiny
@@ -42,7 +42,7 @@ def load(folder):
     model = open_model(folder)
     mesh = make_mesh(jax.local_devices()[:1])
     dtype = np.dtype(np.float32)
-    return load_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=False), model.config
+    return load_model(model, mesh, RULES, dtype, stacked=False), model.config
 
 
 def some_ids(count, vocabulary=300):

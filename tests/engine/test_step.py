@@ -16,7 +16,7 @@ from engine.models.oracle import forward_jit
 from engine.models.tree import parameter_specs
 from engine.programs import ProgramFactory
 from engine.step import StepConfig
-from sharding import TENSOR_PARALLEL, Spec, make_mesh
+from sharding import RULES, Spec, make_mesh
 
 W = 16  # cells a page
 ROWS, PAGES_A_ROW, NUM_PAGES = 4, 8, 40
@@ -60,8 +60,8 @@ class Steps:
         self.layout = kv_layout(config, W, dtype)
         self.shape = BatchShape(len(self.layout.groups), PAGES_A_ROW, ROWS)
         self.config = config
-        cfg = StepConfig(config, self.layout, self.shape, mesh, TENSOR_PARALLEL, 96, None)
-        abstract = abstract_parameters(config, mesh, TENSOR_PARALLEL, dtype, stacked=stacked)
+        cfg = StepConfig(config, self.layout, self.shape, mesh, RULES, 96, None)
+        abstract = abstract_parameters(config, mesh, RULES, dtype, stacked=stacked)
         factory = ProgramFactory(cfg, abstract, num_pages, stacked=stacked)
         self.plain = random_parameters(config, stacked=False)
         params = random_parameters(config, stacked=stacked)

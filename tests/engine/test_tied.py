@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints.orbax_writer import write_orbax
 from engine.export import Export
 from engine.loading import check_model, open_model
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.engine.conftest import GOLDEN, parameters
 from tests.engine.folder_to_gguf import F16, Q8_0, write_model
 
@@ -61,7 +61,7 @@ def test_the_stored_head_wins_and_none_stays_unset(tmp_path, caplog, kind, flag,
     if tied is None:
         model = open_model(path)
         with pytest.raises(ValueError, match=f"tensors are missing: {HEAD}"):
-            check_model(model, make_mesh(), TENSOR_PARALLEL, F32, stacked=False)
+            check_model(model, make_mesh(), RULES, F32, stacked=False)
         return
     if kind == "orbax":
         write_orbax(Export(open_model(path), F32), tmp_path / "orbax")

@@ -30,7 +30,7 @@ from engine.loading import abstract_parameters
 from engine.models import llama, qwen_moe
 from engine.programs import MOVES, ProgramFactory
 from engine.step import StepConfig
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 PAGE_SIZE = 64
@@ -118,11 +118,11 @@ def make_factory(case, config):
         layout=kv_layout(config, PAGE_SIZE, dtype),
         shape=BatchShape(1, case.row_tokens // PAGE_SIZE, case.rows),
         mesh=mesh,
-        rules=TENSOR_PARALLEL,
+        rules=RULES,
         score_tokens=max(g.rows * g.width for body in ladder.bodies for g in body),
         forbidden=None,
     )
-    params = abstract_parameters(config, mesh, TENSOR_PARALLEL, dtype, stacked=True)
+    params = abstract_parameters(config, mesh, RULES, dtype, stacked=True)
     num_pages = case.pool_tokens // PAGE_SIZE + 1
     return ProgramFactory(cfg, params, num_pages, stacked=True), ladder
 

@@ -9,7 +9,7 @@ import pytest
 from engine.loading import abstract_parameters, load_model, open_model
 from engine.models.oracle import forward_jit
 from engine.models.tree import FUSED, fuse
-from sharding import TENSOR_PARALLEL, make_mesh
+from sharding import RULES, make_mesh
 from tests.engine.conftest import GOLDEN
 
 
@@ -17,8 +17,8 @@ from tests.engine.conftest import GOLDEN
 def test_fused_parameters_give_the_same_logits_and_their_shapes_are_foreseen(name):
     model = open_model(GOLDEN / "tiny" / name)
     mesh, dtype = make_mesh(jax.devices()[:1]), np.dtype(np.float32)
-    params = load_model(model, mesh, TENSOR_PARALLEL, dtype, stacked=False)
-    foreseen = fuse(abstract_parameters(model.config, mesh, TENSOR_PARALLEL, dtype, stacked=False))
+    params = load_model(model, mesh, RULES, dtype, stacked=False)
+    foreseen = fuse(abstract_parameters(model.config, mesh, RULES, dtype, stacked=False))
     token_T = jnp.arange(16, dtype=jnp.int32)
     expected = np.asarray(forward_jit(params, model.config, token_T)[0])
     first = params["segments"][0][0]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding import REPLICATED, TENSOR_PARALLEL, Rules, Spec, make_mesh
+from sharding import REPLICATED, RULES, Rules, Spec, make_mesh
 
 FLOAT = np.dtype(np.float32)
 
@@ -25,13 +25,13 @@ FLOAT = np.dtype(np.float32)
     ],
 )
 def test_tensor_parallel_splits_heads_ffn_and_vocabulary(axes, expected):
-    assert TENSOR_PARALLEL.partition(axes) == PartitionSpec(*expected)
+    assert RULES.partition(axes) == PartitionSpec(*expected)
     assert REPLICATED.partition(axes) == PartitionSpec(*(None for _ in axes))
 
 
 def test_a_mesh_axis_used_twice_is_named():
     with pytest.raises(ValueError, match="which uses mesh axis 'tensor' twice; replicate one"):
-        TENSOR_PARALLEL.partition(("query_heads", None, "ffn"))
+        RULES.partition(("query_heads", None, "ffn"))
     rules = Rules({"query_heads": "tensor", "ffn": "data"})
     assert rules.partition(("query_heads", None, "ffn")) == PartitionSpec("tensor", None, "data")
 
@@ -43,20 +43,18 @@ def test_an_axis_that_is_not_divisible_is_named():
         "use a size that divides 6"
     )
     with pytest.raises(ValueError, match=message):
-        TENSOR_PARALLEL.sharding(mesh, Spec((5, 6), (None, "kv_heads"), FLOAT))
+        RULES.sharding(mesh, Spec((5, 6), (None, "kv_heads"), FLOAT))
     # What is not split may have any length.
-    TENSOR_PARALLEL.sharding(mesh, Spec((6, 8), ("width", "kv_heads"), FLOAT))
+    RULES.sharding(mesh, Spec((6, 8), ("width", "kv_heads"), FLOAT))
 
 
 def test_shards_are_what_the_rules_say():
     mesh = make_mesh(data=2, tensor=4)
     spec = Spec((8, 3), ("ffn", "width"), FLOAT)
-    array = jax.device_put(
-        np.arange(24, dtype=FLOAT).reshape(8, 3), TENSOR_PARALLEL.sharding(mesh, spec)
-    )
+    array = jax.device_put(np.arange(24, dtype=FLOAT).reshape(8, 3), RULES.sharding(mesh, spec))
     assert {shard.data.shape for shard in array.addressable_shards} == {(2, 3)}
     np.testing.assert_array_equal(array, np.arange(24).reshape(8, 3))
-    abstract = TENSOR_PARALLEL.abstract(mesh, spec)
+    abstract = RULES.abstract(mesh, spec)
     assert (abstract.shape, abstract.dtype, abstract.sharding) == ((8, 3), FLOAT, array.sharding)
 
 
