@@ -103,7 +103,9 @@ def build_engine(config: EngineConfig) -> Built:
         repeats=config.decode_steps > 1,
     )
     widest = max(group.rows * group.width for body in ladder.bodies for group in body)
-    shape = BatchShape(len(layout.groups), -(-max_model_len // page_size), config.max_num_seqs)
+    # A page of a request is dealt out over the sequence axis: the host sees it as one.
+    host_page = page_size * mesh.shape["sequence"]
+    shape = BatchShape(len(layout.groups), -(-max_model_len // host_page), config.max_num_seqs)
     stacked = platform != "cpu"
     # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
     check_model(model, mesh, RULES, dtype, stacked=stacked)
@@ -160,7 +162,7 @@ def build_engine(config: EngineConfig) -> Built:
         scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            page_size=page_size,
+            page_size=host_page,
             max_model_len=max_model_len,
             groups=layout.groups,
             pool=PagePool(num_pages, 1, len(layout.groups)),
@@ -280,7 +282,7 @@ def cached_fingerprint(
 
 
 # Axes that the engine splits over so far.
-BUILT_AXES = ("tensor",)
+BUILT_AXES = ("sequence", "tensor")
 
 
 def engine_mesh(text: str) -> Mesh:

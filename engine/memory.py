@@ -35,7 +35,7 @@ def default_pages(
     what `memory_fraction` leaves beside the weights, the row state and the temporaries of the
     largest programs, which are compiled with a tiny pool to learn them.
     """
-    wanted = config.max_num_seqs * max_model_len
+    wanted = config.max_num_seqs * max_model_len // factory_of(2).cfg.mesh.shape["sequence"]
     device = jax.local_devices()[0]
     tiny = factory_of(2)
     programs = largest_programs(tiny, ladder)

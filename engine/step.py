@@ -52,7 +52,7 @@ from engine.state import State
 from engine.vocabulary import columns
 from pallas_kernels.paged_attention import Rows, paged_attention
 from pallas_kernels.pages import NULL_PAGE, write_cells
-from sharding import Rules
+from sharding import ALONE, Axis, Rules
 
 
 class StepConfig(NamedTuple):
@@ -65,6 +65,11 @@ class StepConfig(NamedTuple):
     rules: Rules
     score_tokens: int  # tokens of the hidden rows that the score head reads
     forbidden: np.ndarray | None  # bool [ids of all devices]: those never sampled, or None
+
+    def axis(self, name: str) -> Axis:
+        """Returns a mesh axis as the programs ask for it."""
+        ways = self.mesh.shape[name]
+        return Axis((name,), ways) if ways > 1 else ALONE
 
 
 class Hidden(NamedTuple):
@@ -121,22 +126,27 @@ def wide_tokens(group: Group, part: dict[str, jax.Array]) -> Tokens:
     return Tokens(*flat, cells_GT, valid_BT.reshape(-1), jnp.repeat(length_B, T), rows)
 
 
-def page_of_cells(tokens: Tokens, group: Group, page_size: int) -> jax.Array:
-    """Returns page_GT, the page that each token's KV is written to; the null page if idle."""
-    index_GBU = (tokens.cell_GT // page_size).reshape(-1, group.rows, group.width)
+def page_of_cells(tokens: Tokens, group: Group, page_size: int, stripes: Axis) -> jax.Array:
+    """Returns page_GT, the page that each token's KV is written to.
+
+    The null page if the token is idle, or its page is another device's of `stripes`: places of a
+    table are dealt out in pages, as `paged_attention` has it.
+    """
+    index_GT = tokens.cell_GT // page_size
+    place_GBU = (index_GT // stripes.ways).reshape(-1, group.rows, group.width)
     J = tokens.rows_G.table_BJ.shape[-1]
     page_GBU = jnp.take_along_axis(
-        tokens.rows_G.table_BJ, jnp.clip(index_GBU, 0, J - 1), axis=2, mode="promise_in_bounds"
+        tokens.rows_G.table_BJ, jnp.clip(place_GBU, 0, J - 1), axis=2, mode="promise_in_bounds"
     )
-    page_GT = page_GBU.reshape(tokens.cell_GT.shape)
-    return jnp.where(tokens.valid_T[None], page_GT, NULL_PAGE)
+    own_GT = tokens.valid_T[None] & (index_GT % stripes.ways == stripes.here())
+    return jnp.where(own_GT, page_GBU.reshape(tokens.cell_GT.shape), NULL_PAGE)
 
 
 def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
     """Returns the `Attend` of a step: write this step's K and V, then attend over the pages."""
-    W = cfg.layout.page_size
+    W, stripes = cfg.layout.page_size, cfg.axis("sequence")
     page_GT = jnp.concatenate(
-        [page_of_cells(t, group, W) for t, group in zip(parts, body, strict=True)], axis=1
+        [page_of_cells(t, group, W, stripes) for t, group in zip(parts, body, strict=True)], axis=1
     )
     offset_GT = jnp.concatenate([t.cell_GT % W for t in parts], axis=1)
     tables = [t.rows_G for t in parts]
@@ -158,6 +168,7 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
                 softcap=cfg.model.attention_softcap,
                 sinks_N=sinks_N,
                 values=layout.values,
+                stripes=stripes,
             )
             outputs.append(out_BUNV.reshape(count, *out_BUNV.shape[2:]))
             first += count

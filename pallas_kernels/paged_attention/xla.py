@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.rows import Rows
 from pallas_kernels.pages import gather_pages
+from sharding import ALONE, Axis
 
 # Cells a block: enough that a loop turn's fixed cost is small, few enough that short contexts do
 # not pay for long ones and that 32 rows of a block stay in the processor's cache. Measured:
@@ -34,6 +35,7 @@ def paged_attention(
     sinks_N: jax.Array | None = None,
     values: tuple[int, int] | None = None,
     block_cells: int = BLOCK_CELLS,
+    stripes: Axis = ALONE,
 ) -> jax.Array:
     """Returns the attention output [B, T, N, V] of `rows` over `pool` [P, K, W, C].
 
@@ -41,15 +43,21 @@ def paged_attention(
     given. `sinks_N` is one more logit of each head, without a value. The keys of this step are in
     the pool already. Softmax in float32; output in q's dtype. Tokens beyond a row's count give
     finite values that mean nothing; an idle row gives zeros.
+
+    Over `stripes`, a mesh axis, the pages of a row are dealt out in turn: place p of a device's
+    table is page p * ways + its own number of the row. All devices have all queries; each attends
+    over its own pages, and their parts are merged by their softmax sums (flash-decoding).
     """
     B, T, N, H = q_BTNH.shape
     K, W = pool.shape[1:3]
     start, stop = values or (H, 2 * H)
+    ways, stripe = stripes.ways, stripes.here()
     pages = max(1, block_cells // W)
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     q_BKXH = (q_BKGTH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, K, N // K * T, H)
-    first_B = jnp.maximum(rows.start_B - window + 1, 0) // W  # the first page anyone here sees
-    blocks_B = -(-(rows.start_B + rows.count_B - first_B * W) // (pages * W))
+    # The first place of the table that anyone here sees a cell of.
+    first_B = jnp.maximum(rows.start_B - window + 1, 0) // (W * ways)
+    blocks_B = -(-(rows.start_B + rows.count_B - first_B * (W * ways)) // (pages * W * ways))
     num_blocks = jnp.max(jnp.where(rows.count_B > 0, blocks_B, 0))
 
     def block(i, carry):
@@ -58,9 +66,9 @@ def paged_attention(
         inside_BJ = jnp.minimum(page_BJ, rows.table_BJ.shape[1] - 1)
         # K and V together: two gathers would fetch every cell's memory twice.
         kv = gather_pages(pool, jnp.take_along_axis(rows.table_BJ, inside_BJ, axis=1))
-        cell_BS = (page_BJ[:, :, None] * W + jnp.arange(W, dtype=jnp.int32)[None, None]).reshape(
-            B, pages * W
-        )
+        cell_BJ = (page_BJ * ways + stripe) * W
+        cell_BJW = cell_BJ[:, :, None] + jnp.arange(W, dtype=jnp.int32)[None, None]
+        cell_BS = cell_BJW.reshape(B, pages * W)
         mask_BTS = visible(cell_BS, rows, window, T)
         # A weight of 0 does not silence NaN or infinity, which cells seen by nobody may hold.
         seen_BS = mask_BTS.any(axis=1)
@@ -72,9 +80,11 @@ def paged_attention(
     high, total = zeros + LOWEST, zeros
     if sinks_N is not None:
         high = jnp.broadcast_to(sinks_N.reshape(1, K, N // K, 1), (B, K, N // K, T))
-        high, total = high.reshape(zeros.shape).astype(jnp.float32), zeros + 1
+        high = high.reshape(zeros.shape).astype(jnp.float32)
+        total = zeros + jnp.where(stripe == 0, 1.0, 0.0)  # it counts once
     begin = (high, total, jnp.zeros((B, K, N // K * T, V), jnp.float32))
-    _, total_BKX, sum_BKXV = jax.lax.fori_loop(0, num_blocks, block, begin)
+    parts = jax.lax.fori_loop(0, num_blocks, block, begin)
+    total_BKX, sum_BKXV = merged(*parts, stripes)
     out_BKXV = sum_BKXV / jnp.maximum(total_BKX, 1e-30)[..., None]
     out_BKGTV = out_BKXV.astype(q_BTNH.dtype).reshape(B, K, N // K, T, V)
     return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
@@ -99,6 +109,18 @@ def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> 
     bit_BTS = (rows.ancestors_BT[:, :, None] >> token_BS[:, None, :]) & 1
     related_BTS = ~new_BS[:, None, :] | (bit_BTS == 1)
     return used_BS[:, None, :] & near_BTS & related_BTS
+
+
+def merged(
+    high_BKX: jax.Array, total_BKX: jax.Array, sum_BKXV: jax.Array, axis: Axis
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (sum of weights, weighted values) of all devices of an axis."""
+    if axis.ways == 1:
+        return total_BKX, sum_BKXV
+    keep_BKX1 = jnp.exp(high_BKX - axis.max(high_BKX))[..., None]
+    both = jnp.concatenate([sum_BKXV, total_BKX[..., None]], axis=-1)
+    both = axis.sum(both * keep_BKX1)
+    return both[..., -1], both[..., :-1]
 
 
 def accumulate(carry, q_BKXH, k_BKSH, v_BKSV, mask_BTS, softcap):
