@@ -67,7 +67,7 @@ class LLM:
             eos_ids=built.model.eos_ids,
             seed=self.config.seed,
         )
-        self.cache = CacheControl(self.engine, built.fingerprint, built.factory.slot())
+        self.cache = CacheControl(self.engine, built.fingerprint, built.page)
         self.chats = ChatEncoder(self.tokenizer)
         self.default_params = built.default_params
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.buckets import Group
+from engine.buckets import Body, Group
 from engine.plan import Plan
 from engine.request import Request
 from engine.settings import BAD_WORD_TOKENS, BAD_WORDS, SETTINGS, UNUSED, row_settings
@@ -89,20 +89,31 @@ def layout_of(shape: BatchShape, body: tuple[Group, ...]) -> list[dict[str, Fiel
     return parts
 
 
-def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the packed int32 array of `plan`.
+def pack(
+    plan: Plan | None,
+    body: Body,
+    shape: BatchShape,
+    tables: np.ndarray,
+    lengths: np.ndarray,
+) -> np.ndarray:
+    """Returns the packed int32 array of a partition's `plan` in a step of `body`; None is idle.
 
     `tables` int32 [G, R + 1, J] and `lengths` int32 [G, R + 1] are the scheduler's, after the
     plan; `lengths` counts the cells up to the end of this step.
     """
-    packed = np.zeros(shape.size(plan.body), np.int32)
-    *parts, sampled = shape.unpack(plan.body, packed)
+    packed = np.zeros(shape.size(body), np.int32)
+    *parts, sampled = shape.unpack(body, packed)
     first_token = 0
     sampled["sample_row_S"][:] = shape.num_rows
+    for group, part in zip(body, parts, strict=True):
+        part["row_B"][:] = shape.num_rows
+        if group.kind == "chunk":
+            part["settle_B"][:] = shape.num_rows
+    if plan is None:
+        return packed
     sampled["sample_row_S"][: len(plan.sampled)] = plan.rows
     indexes = sampled["sample_index_S"][: len(plan.sampled)]
-    for group, part in zip(plan.body, parts, strict=True):
-        part["row_B"][:] = shape.num_rows
+    for group, part in zip(body, parts, strict=True):
         if group.kind == "chunk":
             pack_pieces(plan, group, part, shape, tables, lengths)
             indexes[: -len(plan.decodes) or None] = [
@@ -123,7 +134,6 @@ def pack(plan: Plan, shape: BatchShape, tables: np.ndarray, lengths: np.ndarray)
 
 def pack_pieces(plan, group, part, shape, tables, lengths) -> None:
     """Writes the plan's pieces into a chunk group's fields."""
-    part["settle_B"][:] = shape.num_rows
     last_of_row = {piece.row: index for index, piece in enumerate(plan.pieces)}
     for index, piece in enumerate(plan.pieces):
         request, row = piece.request, piece.row
@@ -153,6 +163,13 @@ def pack_settings(part: Mapping[str, np.ndarray], index: int, request: Request, 
 def packed_tables_size(vocabulary: int) -> int:
     """Returns the length of what `pack_tables` returns."""
     return 1 + 2 * vocabulary + BAD_WORDS * BAD_WORD_TOKENS + BAD_WORD_TOKENS - 1
+
+
+def no_tables(vocabulary: int, null_row: int) -> np.ndarray:
+    """Returns what `pack_tables` returns, of nobody."""
+    packed = np.zeros(packed_tables_size(vocabulary), np.int32)
+    packed[0] = null_row
+    return packed
 
 
 def pack_tables(request: Request, vocabulary: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.deterministic import check_rows
 from engine.disk_cache import DiskCache
 from engine.fingerprint import kv_fingerprint
+from engine.host_pages import page_places
 from engine.kv import KVLayout, kv_layout
 from engine.loading import (
     Model,
@@ -47,7 +48,7 @@ from engine.programs import ProgramFactory, build_programs
 from engine.scheduler import Scheduler
 from engine.step import StepConfig
 from engine.strict import CompileCounter
-from engine.waiting import Admission
+from engine.waiting import Admission, Tenants
 from sharding import RULES, make_mesh, parse_mesh
 
 
@@ -60,6 +61,7 @@ class Built:
     max_model_len: int
     ladder: Ladder
     factory: ProgramFactory
+    page: Any  # the abstract value of one of a partition in the host's memory
     fingerprint: Callable[[], str]  # of what the numbers in pages depend on
     store: ProgramStore
     default_params: SamplingParams
@@ -138,10 +140,12 @@ def build_engine(config: EngineConfig) -> Built:
         make_disk_folder(Path(config.disk_cache_dir), store.resolve(config.model))
     whole = kv_layout(split, page_size, dtype)
     fingerprint = cached_fingerprint(config, model, whole, (ladder.bodies, mesh.shape))
-    disk = None
+    places = page_places(mesh, RULES, factory.slot())
+    disks: list[DiskCache | None] = [None] * len(places)
     if config.disk_cache_dir is not None:
-        page = factory.slot()
-        disk = DiskCache(Path(config.disk_cache_dir), fingerprint(), page.shape, page.dtype)
+        page = places[0].page
+        folders = disk_folders(Path(config.disk_cache_dir), len(places))
+        disks = [DiskCache(path, fingerprint(), page.shape, page.dtype) for path in folders]
     clock.end("plan the programs and the pool")
 
     def load() -> Any:
@@ -156,7 +160,7 @@ def build_engine(config: EngineConfig) -> Built:
         weights = loading.result()
         clock.end("load the weights, beyond that")
 
-    def make_scheduler() -> Scheduler:
+    def make_scheduler(disk: DiskCache | None, tenants: Tenants) -> Scheduler:
         groups = len(layout.groups)
         pools = [kind(pages, groups) for kind, pages in zip(LOWER_POOLS, lower, strict=False)]
         scheduler = Scheduler(
@@ -181,22 +185,27 @@ def build_engine(config: EngineConfig) -> Built:
             prefix_cache=config.prefix_cache,
             lower=pools,
             preemption=config.preemption,
+            tenants=tenants,
         )
         if disk is not None:
             disk.restore(scheduler.cache, pools[-1].capacity)
         return scheduler
+
+    def make_schedulers() -> list[Scheduler]:
+        tenants = Tenants(config.max_num_seqs_per_tenant, config.tokens_per_s_per_tenant)
+        return [make_scheduler(disk, tenants) for disk in disks]
 
     engine = Engine(
         programs=programs,
         store=programs_store,
         params=weights,
         model_config=split,
-        make_scheduler=make_scheduler,
+        make_schedulers=make_schedulers,
         ladder=ladder,
         shape=shape,
         tokenizer=model.tokenizer,
         overlap=config.overlap,
-        mover=Mover(programs, disk, factory.slot()),
+        movers=[Mover(programs, disk, place) for disk, place in zip(disks, places, strict=True)],
         counter=CompileCounter() if config.strict else None,
     )
     if config.deterministic:
@@ -209,6 +218,7 @@ def build_engine(config: EngineConfig) -> Built:
         max_model_len,
         ladder,
         factory,
+        places[0].page,
         fingerprint,
         programs_store,
         default_params,
@@ -242,6 +252,13 @@ def tier_sizes(config: EngineConfig, page_bytes: int) -> list[int]:
             "free; use less"
         )
     return sizes
+
+
+def disk_folders(folder: Path, partitions: int) -> list[Path]:
+    """Returns the folder of each partition's files: the one that was named, or folders in it."""
+    if partitions == 1:
+        return [folder]
+    return [folder / f"partition-{number}-of-{partitions}" for number in range(partitions)]
 
 
 def make_disk_folder(path: Path, model: Path) -> None:
@@ -282,7 +299,7 @@ def cached_fingerprint(
 
 
 # Axes that the engine splits over so far.
-BUILT_AXES = ("sequence", "tensor")
+BUILT_AXES = ("data", "sequence", "tensor")
 
 
 def engine_mesh(text: str) -> Mesh:

@@ -52,9 +52,9 @@ class KVLayout:
         return "kv_heads" if self.values[0] > 0 else None
 
     def page_spec(self) -> Spec:
-        """Returns the spec of one page by itself, all places together."""
+        """Returns the spec of one page by itself, all places together, one of each partition."""
         shape = page_shape(self.kv_heads, self.page_size, self.cell_width)
-        return Spec((self.places, *shape), (None, self.heads_axis, None, None), self.dtype)
+        return Spec((self.places, *shape), ("pages", self.heads_axis, None, None), self.dtype)
 
     def pool_spec(self, num_pages: int) -> Spec:
         """Returns the spec of one place of the pool."""

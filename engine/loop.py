@@ -3,16 +3,17 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from checkpoints.tokenizer import Tokenizer
-from engine.batch import BatchShape, pack, pack_tables
+from engine.batch import BatchShape, no_tables, pack, pack_tables
 from engine.buckets import Head, Ladder, Repeat
 from engine.config import POLICIES
 from engine.disk_cache import DiskCache
@@ -22,6 +23,7 @@ from engine.models.decoder import head_parameters
 from engine.mover import Mover
 from engine.moves import DEVICE
 from engine.params import HEADS, MAX_SAMPLES, NOT_FINITE
+from engine.partitions import Partitions, Step
 from engine.plan import Plan
 from engine.program_store import Executables, ProgramStore
 from engine.request import Request, ScoredToken
@@ -36,9 +38,9 @@ _MOST_SLEEP_S = 0.05  # between looks at whether a tenant may go on
 
 @dataclasses.dataclass
 class Scored:
-    """One call of the score head: request and position of each of its rows, and its result."""
+    """One call of the score head: request, position and row of each that is wanted; its result."""
 
-    wanted: list[tuple[Request, int]]
+    wanted: list[tuple[Request, int, int]]
     logprobs: Logprobs
 
 
@@ -46,7 +48,7 @@ class Scored:
 class Pending:
     """A dispatched step whose results are still on the device."""
 
-    plan: Plan
+    step: Step
     done: jax.Array  # ready when the body has run
     tokens: jax.Array | None
     logprobs: Logprobs | None
@@ -70,21 +72,21 @@ class Engine:
         store: ProgramStore,
         params: Any,
         model_config: ModelConfig,
-        make_scheduler: Callable[[], Scheduler],
+        make_schedulers: Callable[[], Sequence[Scheduler]],
         ladder: Ladder,
         shape: BatchShape,
         tokenizer: Tokenizer | None,
         overlap: bool,
-        mover: Mover,
+        movers: Sequence[Mover],
         counter: CompileCounter | None = None,
     ) -> None:
         self.programs = programs
         self.params = params
         self.tokenizer = tokenizer
         self.model_config = model_config
-        self._make_scheduler = make_scheduler
-        self.scheduler = make_scheduler()
-        self._mover = mover
+        self._make_partitions = lambda: Partitions(make_schedulers(), ladder)
+        self.partitions = self._make_partitions()
+        self._movers = tuple(movers)
         self.state = programs["start"]()
         self._store = store
         self._shape = shape
@@ -101,6 +103,16 @@ class Engine:
         self._pending: collections.deque[Pending] = collections.deque()
         self._results = Results(tokenizer, model_config.width)
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler of the first partition, which is the only one unless rows are sharded."""
+        return self.partitions.parts[0]
+
+    @property
+    def _cared(self) -> list[tuple[Scheduler, Mover]]:
+        """Each partition's scheduler, and who carries its pages."""
+        return list(zip(self.partitions.parts, self._movers, strict=True))
+
     def add_request(
         self, request: Request, prompt: str | None = None, *, streams: bool = True
     ) -> int:
@@ -111,12 +123,21 @@ class Engine:
         """
         if self._is_closed:
             raise RuntimeError("the engine is closed; make another")
+        self._queue(request, prompt, streams)
+        return request.id
+
+    def _queue(
+        self,
+        request: Request,
+        prompt: str | None,
+        streams: bool,
+        beside: Request | None = None,
+    ) -> None:
         request.id = self._next_id
         self._next_id += 1
-        self.scheduler.add(request)
+        self.partitions.add(request, beside=beside)
         request.arrival_s = time.monotonic()
         self._results.open(request, prompt, streams)
-        return request.id
 
     def fork(self, request_id: int) -> int | None:
         """Adds a request that goes on from where another is, with noise of its own.
@@ -125,6 +146,8 @@ class Engine:
         id, None if the other is not there any more. ValueError with deterministic=True, where a
         request that starts again draws its tokens again.
         """
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; make another")
         if self.scheduler.is_pinned:
             raise ValueError("deterministic=True has no forks; leave it out")
         record = self._results.get(request_id)
@@ -137,8 +160,8 @@ class Engine:
         request.given_tokens = count
         if record.prompt_logprobs is not None and None not in record.prompt_logprobs[1:]:
             request.scored = len(request.prompt_token_ids)
-        self.scheduler.show_tail(original)
-        self.add_request(request, record.prompt, streams=record.streams)
+        self.partitions.home(original).show_tail(original)
+        self._queue(request, record.prompt, record.streams, beside=original)
         self._results.copy(record, request)
         return request.id
 
@@ -146,7 +169,8 @@ class Engine:
         """Changes who of those that wait is tried first; ValueError if there is no such policy."""
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is not known; use one of {', '.join(POLICIES)}")
-        self.scheduler.set_policy(policy)
+        for part in self.partitions.parts:
+            part.set_policy(policy)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request at whatever stage it is; returns whether it was still running.
@@ -156,8 +180,8 @@ class Engine:
         record = self._results.get(request_id)
         if record is None:
             return False
-        self.scheduler.abort(request_id)
-        self._results.deliver(record, [])
+        self.partitions.finish(record.request, "abort")
+        self._deliver(record, [])
         return True
 
     def is_running(self, request_id: int) -> bool:
@@ -191,36 +215,51 @@ class Engine:
         return self._results.take()
 
     def _run_step(self) -> None:
-        idle = self.scheduler.cache.tiers.is_loading and not (
-            self._pending or self.scheduler.running()
-        )
-        self._mover.read_events(self.scheduler.cache, wait=idle)
+        parts = self.partitions.parts
+        idle = not self._pending and not any(part.running() for part in parts)
+        for part, mover in self._cared:
+            mover.read_events(part.cache, wait=idle and part.cache.tiers.is_loading)
         now = time.monotonic()
-        self.scheduler.refill(now - self._last_step_s)
+        self.scheduler.refill(now - self._last_step_s)  # tenants are those of all partitions
         self._last_step_s = now
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self._pending.append(self._dispatch(plan))
+        step = self.partitions.schedule()
+        if step is not None:
+            self._pending.append(self._dispatch(step))
         else:
-            self.state = self._mover.run(self.state, self.scheduler.take_moves())
-            if not self._pending and (wait_s := self.scheduler.wait_s()) is not None:
-                time.sleep(min(wait_s, _MOST_SLEEP_S))
-        while len(self._pending) > (self._lag if plan is not None else 0):
+            self._move()
+            waits = [wait for part in parts if (wait := part.wait_s()) is not None]
+            if not self._pending and waits:
+                time.sleep(min(*waits, _MOST_SLEEP_S))
+        while len(self._pending) > (self._lag if step is not None else 0):
             self._read(self._pending.popleft())
-        for request in self.scheduler.drain():
-            if record := self._results.get(request.id):
-                self._results.deliver(record, [])
+        for part in parts:
+            for request in part.drain():
+                if record := self._results.get(request.id):
+                    self._deliver(record, [])
+
+    def _move(self) -> None:
+        """Moves pages as the schedulers want it though no step is planned."""
+        for part, mover in self._cared:
+            self.state = mover.run(self.state, part.take_moves())
+
+    def _deliver(self, record: Record, tokens: list[int], entry: Any = None) -> bool:
+        """Gives a request's tokens to its results; returns whether a text ended it."""
+        ends = self._results.deliver(record, tokens, entry)
+        if record.request.finish_reason is not None:
+            self.partitions.forget(record.request)
+        return ends
 
     def _recover(self) -> None:
         """Starts anew from what the host knows: a donated state may be lost with its step."""
         self._pending.clear()
         self.state = self.programs["start"]()
-        before, self.scheduler = self.scheduler, self._make_scheduler()
-        self.scheduler.carry_on(before)
+        before, self.partitions = self.partitions, self._make_partitions()
+        for part, old in zip(self.partitions.parts, before.parts, strict=True):
+            part.carry_on(old)
         for record in self._results.records():
             record.request.restart(record.num_tokens)
             del record.request.token_times[record.num_tokens :]
-            self.scheduler.add(record.request, was_here=True)
+            self.partitions.add(record.request, was_here=True)
 
     def close(self) -> None:
         """Has all that is kept of requests written to disk, if there is such a tier, and ends it.
@@ -233,45 +272,51 @@ class Engine:
         for record in self._results.records():
             self.abort(record.request.id)
         self._pending.clear()
-        if self._mover.disk is not None:
-            self.scheduler.cache.tiers.flush()
-            self.state = self._mover.run(self.state, self.scheduler.take_moves(), waits=True)
-        self._mover.close()
+        for part, mover in self._cared:
+            if mover.disk is not None:
+                part.cache.tiers.flush()
+                self.state = mover.run(self.state, part.take_moves(), waits=True)
+            mover.close()
 
     def clear_cache(self, spaces: Iterable[Hashable] | None = None) -> None:
         """Lets go of all pages that are only kept, or of those in some of the cache's spaces."""
-        self.scheduler.cache.clear(spaces)
-        self.state = self._mover.run(self.state, self.scheduler.take_moves())
+        for part in self.partitions.parts:
+            part.cache.clear(spaces)
+        self._move()
         if spaces is None:
-            self._mover.free_slots()
+            for mover in self._movers:
+                mover.free_slots()
 
     def write_cache(self, disk: DiskCache) -> int:
         """Has all that is on the device and the host written; returns how many segments."""
-        saves = list(self.scheduler.cache.tiers.saves())
-        for save in saves:
-            disk.save(save, self._mover.pages(self.state, save), waits=True)
-        return len(saves)
+        count = 0
+        for part, mover in self._cared:
+            for save in list(part.cache.tiers.saves()):
+                disk.save(save, mover.pages(self.state, save), waits=True)
+                count += 1
+        return count
 
     def read_segment(self, disk: DiskCache, segment: Segment) -> bool:
         """Puts a segment's pages on the device; returns whether there was room and they are whole.
 
-        What is before them has to be there.
+        What is before them has to be there; they go to the first partition that has it, and room.
         """
         pages = disk.read(segment)
         if pages is None:
             return False
-        numbers = self.scheduler.cache.tiers.add_saved(DEVICE, *segment.run)
-        if numbers is None:
-            return False
-        self.state = self._mover.put(self.state, numbers, pages)
-        return True
+        for part, mover in self._cared:
+            numbers = part.cache.tiers.add_saved(DEVICE, *segment.run)
+            if numbers is not None:
+                self.state = mover.put(self.state, numbers, pages)
+                return True
+        return False
 
     def stats(self) -> dict[str, Any]:
         """Returns counts (pages by group, requests, preemptions, steps, programs), and `program_s`:
         the seconds that each program that is there took to compile or load, by name.
         """
         return {
-            **self.scheduler.stats(),
+            **self.partitions.stats(),
             "programs": len(self.programs),
             "programs_compiled": self._store.compiled,
             "programs_loaded": self._store.loaded,
@@ -280,59 +325,91 @@ class Engine:
 
     # Dispatch
 
-    def _dispatch(self, plan: Plan) -> Pending:
+    def _dispatch(self, step: Step) -> Pending:
         now = time.monotonic()
-        self.state = self._mover.run(self.state, plan.moves)
-        for piece in plan.pieces:
-            if piece.request.first_scheduled_s is None:
-                piece.request.first_scheduled_s = now
-            if piece.fresh and piece.request.params.changes_logits:
-                tables = pack_tables(piece.request, self.model_config.vocab_size)
-                self.state = self.programs["row"](self.state, tables)
-        packed = pack(plan, self._shape, self.scheduler.tables, self.scheduler.lengths)
-        if plan.repeat > 1:
-            program = self.programs[Repeat(plan.body)]
+        for (part, mover), plan in zip(self._cared, step.plans, strict=True):
+            moves = plan.moves if plan is not None else part.take_moves()
+            self.state = mover.run(self.state, moves)
+        self._open_rows(step, now)
+        packed = self._pack(step)
+        if step.repeat > 1:
+            program = self.programs[Repeat(step.body)]
             self.state, tokens = program(self.params, self.state, packed)
             tokens.copy_to_host_async()
-            return Pending(plan, tokens, tokens, None, [], None, None)
-        body = self.programs[plan.body]
+            return Pending(step, tokens, tokens, None, [], None, None)
+        body = self.programs[step.body]
         self.state, hidden = body(self.params, self.state, packed)
-        scored = self._score(plan, hidden.prompt_CD)
-        wanted = any(piece.request.wants_hidden for piece in plan.pieces)
+        scored = self._score(step, hidden.prompt_CD)
+        wanted = any(piece.request.wants_hidden for _, plan in step.some for piece in plan.pieces)
         prompt_CD = hidden.prompt_CD if wanted else None
         broken_B = hidden.broken_B
         if broken_B is not None:
             broken_B.copy_to_host_async()
-        if not plan.sampled:
-            return Pending(plan, hidden.row_S, None, None, scored, prompt_CD, broken_B)
-        head = self.programs[self._head(plan)]
+        if not any(plan.sampled for _, plan in step.some):
+            return Pending(step, hidden.row_S, None, None, scored, prompt_CD, broken_B)
+        head = self.programs[self._head(step)]
         hidden = hidden._replace(prompt_CD=None, broken_B=None)
         self.state, (tokens, logprobs) = head(self._head_params(), self.state, hidden)
         tokens.copy_to_host_async()
-        return Pending(plan, hidden.row_S, tokens, logprobs, scored, prompt_CD, broken_B)
+        return Pending(step, hidden.row_S, tokens, logprobs, scored, prompt_CD, broken_B)
 
-    def _head(self, plan: Plan) -> Head:
-        kind = HEADS[max([request.head for request in plan.sampled])]
-        return next(head for head in self._heads[kind] if head.rows >= len(plan.sampled))
+    def _open_rows(self, step: Step, now: float) -> None:
+        """Notes who runs for the first time, and fills the tables of rows that want any."""
+        opened: list[list[Request]] = [[] for _ in step.plans]
+        for p, plan in step.some:
+            for piece in plan.pieces:
+                if piece.request.first_scheduled_s is None:
+                    piece.request.first_scheduled_s = now
+                if piece.fresh and piece.request.params.changes_logits:
+                    opened[p].append(piece.request)
+        vocabulary = self.model_config.vocab_size
+        for requests in itertools.zip_longest(*opened):
+            tables = [
+                no_tables(vocabulary, self._shape.num_rows)
+                if request is None
+                else pack_tables(request, vocabulary)
+                for request in requests
+            ]
+            self.state = self.programs["row"](self.state, np.concatenate(tables))
 
-    def _score(self, plan: Plan, prompt_CD: jax.Array | None) -> list[Scored]:
-        """Dispatches the score head over the prompt positions that the plan wants."""
-        width = plan.body[0].width
-        wanted = [
-            (piece.request, position, index * width + position - piece.start)
-            for index, piece in enumerate(plan.pieces)
-            if piece.scores is not None
-            for position in range(*piece.scores)
+    def _pack(self, step: Step) -> np.ndarray:
+        """Returns the packed array of all partitions, one after the other."""
+        parts = [
+            pack(plan, step.body, self._shape, part.tables, part.lengths)
+            for part, plan in zip(self.partitions.parts, step.plans, strict=True)
         ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _head(self, step: Step) -> Head:
+        plans = [plan for _, plan in step.some]
+        kind = HEADS[max(request.head for plan in plans for request in plan.sampled)]
+        most = max(len(plan.sampled) for plan in plans)
+        return next(head for head in self._heads[kind] if head.rows >= most)
+
+    def _score(self, step: Step, prompt_CD: jax.Array | None) -> list[Scored]:
+        """Dispatches the score head over the prompt positions that the plans want."""
+        width = step.body[0].width
         head = self._heads["score"][0]
+        parts = len(step.plans)
+        wanted: list[list[tuple[Request, int, int]]] = [[] for _ in step.plans]
+        for p, plan in step.some:
+            wanted[p] = [
+                (piece.request, position, index * width + position - piece.start)
+                for index, piece in enumerate(plan.pieces)
+                if piece.scores is not None
+                for position in range(*piece.scores)
+            ]
         calls = []
-        for first in range(0, len(wanted), head.rows):
-            part = wanted[first : first + head.rows]
-            rows = np.zeros((2, head.rows), np.int32)
-            for index, (request, position, hidden_row) in enumerate(part):
-                rows[:, index] = hidden_row, request.prompt_token_ids[position + 1]
+        for first in range(0, max(len(each) for each in wanted), head.rows):
+            rows = np.zeros((2, parts * head.rows), np.int32)
+            asked = []
+            for p, each in enumerate(wanted):
+                part = each[first : first + head.rows]
+                for index, (request, position, hidden_row) in enumerate(part, p * head.rows):
+                    rows[:, index] = hidden_row, request.prompt_token_ids[position + 1]
+                    asked.append((request, position, index))
             logprobs = self.programs[head](self._head_params(), prompt_CD, rows)
-            calls.append(Scored([(request, position) for request, position, _ in part], logprobs))
+            calls.append(Scored(asked, logprobs))
         return calls
 
     def _head_params(self) -> Params:
@@ -341,34 +418,43 @@ class Engine:
     # Reading
 
     def _read(self, pending: Pending) -> None:
-        plan = pending.plan
+        step = pending.step
         # A step without tokens is waited for too: the host is never further ahead than one step.
         jax.block_until_ready(pending.done)
-        steps: list[list[int]] = [[]]
+        parts = len(step.plans)
+        tokens_XPB = np.zeros((1, parts, 0), np.int32)
         if pending.tokens is not None:
             tokens_XB = np.atleast_2d(np.asarray(pending.tokens))
-            steps = tokens_XB[:, : len(plan.sampled)].tolist()
+            tokens_XPB = tokens_XB.reshape(len(tokens_XB), parts, -1)
         self._read_scores(pending.scored)
         self._read_hidden(pending)
         logprobs = None if pending.logprobs is None else jax.device_get(pending.logprobs)
-        broken: list[int] = []
+        broken_PB = np.zeros((parts, 0), bool)
         if pending.broken_B is not None:
-            broken = np.flatnonzero(np.asarray(pending.broken_B)[: len(plan.pieces)]).tolist()
-        now = time.monotonic()
-        for tokens in steps:
-            self._read_tokens(plan, tokens, broken, logprobs, now)
+            broken_PB = np.asarray(pending.broken_B).reshape(parts, -1)
+        now, rows = time.monotonic(), tokens_XPB.shape[2]
+        for p, plan in step.some:
+            broken = np.flatnonzero(broken_PB[p, : len(plan.pieces)]).tolist()
+            part = self.partitions.parts[p]
+            for tokens in tokens_XPB[:, p, : len(plan.sampled)].tolist():
+                self._read_tokens(part, plan, tokens, broken, logprobs, p * rows, now)
 
     def _read_tokens(
         self,
+        part: Scheduler,
         plan: Plan,
         tokens: list[int],
         broken: list[int],
         logprobs: Logprobs | None,
+        first: int,
         now: float,
     ) -> None:
-        """Delivers one token of each sampled row, and what ended."""
+        """Delivers one token of each sampled row of a partition, and what ended.
+
+        `first`: its first row of the log-probabilities.
+        """
         results, record_of = self._results, self._results.get
-        for request, place in self.scheduler.update(plan, tokens, broken):
+        for request, place in part.update(plan, tokens, broken):
             record = record_of(request.id)
             assert record is not None, "the scheduler has ended it"
             # A token drawn again after a preemption was delivered before it.
@@ -379,17 +465,19 @@ class Engine:
                     continue
                 entry = None
                 if record.logprobs is not None and logprobs is not None:
-                    entry = results.entry(logprobs, place, tokens[place], request.params.logprobs)
-                if results.deliver(record, [tokens[place]], entry):
-                    self.scheduler.finish(request, "stop", request.stop_reason)
+                    count = request.params.logprobs
+                    entry = results.entry(logprobs, first + place, tokens[place], count)
+                if self._deliver(record, [tokens[place]], entry):
+                    part.finish(request, "stop", request.stop_reason)
+                    self.partitions.forget(request)
             elif request.finish_reason is not None:
-                results.deliver(record, [])
+                self._deliver(record, [])
 
     def _read_scores(self, scored: list[Scored]) -> None:
         for call in scored:
             logprobs = jax.device_get(call.logprobs)
             values, best = logprobs.logprob_B.tolist(), logprobs.top_id_BC[:, 0].tolist()
-            for index, (request, position) in enumerate(call.wanted):
+            for request, position, index in call.wanted:
                 record = self._results.get(request.id)
                 if record is None:
                     continue
@@ -408,18 +496,20 @@ class Engine:
         if pending.prompt_CD is None:
             return
         hidden_CD = np.asarray(pending.prompt_CD, np.float32)
-        width = pending.plan.body[0].width
-        for index, piece in enumerate(pending.plan.pieces):
+        step, width = pending.step, pending.step.body[0].width
+        rows = len(hidden_CD) // len(step.plans)
+        pieces = ((p, *each) for p, plan in step.some for each in enumerate(plan.pieces))
+        for p, index, piece in pieces:
             record = self._results.get(piece.request.id)
             if record is None or record.hidden_TD is None:
                 continue
-            count = piece.stop - piece.start
-            rows_TD = hidden_CD[index * width : index * width + count]
+            count, first = piece.stop - piece.start, p * rows + index * width
+            rows_TD = hidden_CD[first : first + count]
             record.hidden_TD[piece.start : piece.stop] = rows_TD
             if not np.isfinite(rows_TD).all():
                 self._fail(record)
 
     def _fail(self, record: Record) -> None:
         """Ends a request whose numbers are not finite."""
-        self.scheduler.finish(record.request, "error", NOT_FINITE)
-        self._results.deliver(record, [])
+        self.partitions.finish(record.request, "error", NOT_FINITE)
+        self._deliver(record, [])

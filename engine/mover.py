@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from engine.disk_cache import DiskCache
+from engine.host_pages import Places
 from engine.moves import DEVICE, Delete, Load, Move, Save
 from engine.pages import NULL_PAGE
 from engine.prefix_cache import PrefixCache
@@ -22,14 +23,17 @@ from engine.state import State
 
 
 class Mover:
-    """The pages in the host's memory, by slot, and how they get there."""
+    """The pages of one partition in the host's memory, by slot, and how they get there."""
 
-    def __init__(self, programs: Mapping[Any, Any], disk: DiskCache | None, slot: Any) -> None:
-        """`slot`: the abstract value of a page in the host's memory."""
+    def __init__(
+        self, programs: Mapping[Any, Any], disk: DiskCache | None, places: Places | None
+    ) -> None:
+        """`places` may be None where nothing is moved."""
         self._programs = programs
         self.disk = disk
-        self._slot = slot
+        self._places: Any = places
         self._slots: dict[int, jax.Array] = {}
+        self._others: jax.Array | None = None
 
     def run(
         self, state: State, moves: Sequence[Move | Save | Load | Delete], *, waits: bool = False
@@ -60,8 +64,19 @@ class Mover:
         taken: list[jax.Array] = []
         for first in range(0, len(sources), MOVES):
             part = sources[first : first + MOVES]
-            taken += self._programs["park"](state.pool, padded(part))[: len(part)]
+            taken += self._take(state, part)
         return taken
+
+    def _take(self, state: State, numbers: Sequence[int]) -> list[jax.Array]:
+        """Returns pages of the pool, on their way to the host; at most MOVES."""
+        arrays = self._programs["park"](state.pool, self._padded(numbers))
+        return [self._places.own(array) for array in arrays[: len(numbers)]]
+
+    def _padded(self, numbers: Sequence[int]) -> np.ndarray:
+        """Returns page numbers as a program takes them, null pages of the other partitions."""
+        array_PC = np.full((self._places.partitions, MOVES), NULL_PAGE, np.int32)
+        array_PC[self._places.number, : len(numbers)] = numbers
+        return array_PC.ravel()
 
     def put(self, state: State, numbers: Sequence[int], pages: Sequence[np.ndarray]) -> State:
         """Returns the state with `pages` in pages `numbers` of the pool."""
@@ -71,21 +86,26 @@ class Mover:
         return state
 
     def _on_host(self, page: np.ndarray) -> jax.Array:
-        return jax.device_put(page, self._slot.sharding)
+        return jax.device_put(page, self._places.page.sharding)
 
     def _put(self, state: State, numbers: Sequence[int], slots: list[jax.Array]) -> State:
+        places = self._places
+        if self._others is None and places.partitions > 1:
+            zeros = np.zeros(places.slot.shape, places.slot.dtype)
+            self._others = jax.device_put(zeros, places.slot.sharding)
         slots = slots + [slots[0]] * (MOVES - len(slots))  # to the null page
-        pool = self._programs["restore"](state.pool, padded(numbers), *slots)
+        arrays = [places.whole(slot, self._others) for slot in slots]
+        pool = self._programs["restore"](state.pool, self._padded(numbers), *arrays)
         return dataclasses.replace(state, pool=pool)
 
     def _copy(self, state: State, moves: Sequence[Move]) -> State:
-        pages_2C = np.full((2, MOVES), NULL_PAGE, np.int32)
-        pages_2C[:, : len(moves)] = [[m.source for m in moves], [m.target for m in moves]]
-        return self._programs["copy"](state, pages_2C)
+        pages = [self._padded([move.source for move in moves])]
+        pages.append(self._padded([move.target for move in moves]))
+        return self._programs["copy"](state, np.stack(pages))
 
     def _park(self, state: State, moves: Sequence[Move]) -> State:
-        slots = self._programs["park"](state.pool, padded([move.source for move in moves]))
-        for move, slot in zip(moves, slots, strict=False):
+        slots = self._take(state, [move.source for move in moves])
+        for move, slot in zip(moves, slots, strict=True):
             self._slots[move.target] = slot
         return state
 
@@ -114,13 +134,6 @@ class Mover:
         """Returns when all that goes to disk is there."""
         if self.disk is not None:
             self.disk.close()
-
-
-def padded(pages: Sequence[int]) -> np.ndarray:
-    """Returns page numbers as a program takes them, int32 [MOVES]."""
-    array = np.full((MOVES,), NULL_PAGE, np.int32)
-    array[: len(pages)] = pages
-    return array
 
 
 def batches(moves: Sequence[Any]) -> Iterator[list[Any]]:

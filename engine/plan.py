@@ -2,6 +2,7 @@
 """A step as the scheduler decides it: a frozen Plan, and the draft that it grows from."""
 
 import dataclasses
+from typing import NamedTuple
 
 from engine.buckets import Body
 from engine.moves import Delete, Load, Move, Save
@@ -46,6 +47,14 @@ class Plan:
     rows: tuple[int, ...]
     repeat: int = 1
     moves: tuple[Move | Save | Load | Delete, ...] = ()
+
+
+class Need(NamedTuple):
+    """What a step's body must have room for: decodes, pieces, tokens of the widest piece."""
+
+    decodes: int
+    pieces: int
+    widest: int
 
 
 @dataclasses.dataclass

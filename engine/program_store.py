@@ -37,7 +37,7 @@ class Program:
     """A function, the abstract values of its arguments, and the shardings of its results.
 
     The function is what one device of the mesh does, with its parts of the arguments, to make its
-    parts of the results; a `whole` one is given and makes whole arrays, and XLA splits it.
+    parts of the results. Arguments in the host's memory are brought to the device first.
     """
 
     name: str
@@ -45,20 +45,28 @@ class Program:
     arguments: tuple[Any, ...]
     results: Any  # abstract values, with shardings
     donated: tuple[int, ...] = ()
-    whole: bool = False
 
     def lower(self) -> jax.stages.Lowered:
         """Returns the program traced and lowered for its arguments' devices."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.results)
-        function = self.function
-        if not self.whole:
-            parts = jax.tree.map(lambda leaf: leaf.sharding.spec, (self.arguments, self.results))
-            mesh = jax.tree.leaves(shardings)[0].mesh
-            function = jax.shard_map(
-                function, mesh=mesh, in_specs=parts[0], out_specs=parts[1], check_vma=False
-            )
-        jitted = jax.jit(function, donate_argnums=self.donated, out_shardings=shardings)
+        parts = jax.tree.map(lambda leaf: leaf.sharding.spec, (self.arguments, self.results))
+        mesh = jax.tree.leaves(shardings)[0].mesh
+        local = jax.shard_map(
+            self.function, mesh=mesh, in_specs=parts[0], out_specs=parts[1], check_vma=False
+        )
+
+        def program(*arguments):
+            return local(*jax.tree.map(on_device, arguments, self.arguments))
+
+        jitted = jax.jit(program, donate_argnums=self.donated, out_shardings=shardings)
         return jitted.lower(*self.arguments)
+
+
+def on_device(array: jax.Array, abstract: Any) -> jax.Array:
+    """Returns an argument of a program in the device's memory."""
+    if abstract.sharding.memory_kind in (None, "device"):
+        return array
+    return jax.device_put(array, jax.memory.Space.Device)
 
 
 @cache
@@ -175,7 +183,6 @@ class ProgramStore:
                 describe(program.function),
                 str(arguments),
                 str(program.donated),
-                str(program.whole),
             ]
         )
         return hashlib.sha256(text.encode()).hexdigest()

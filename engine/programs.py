@@ -115,7 +115,7 @@ class ProgramFactory:
         return Program("copy", run_copy, (self.state, pages), self.state, donated=(0,))
 
     def slot(self) -> Any:
-        """Returns the abstract value of a page in the host's memory, pinned for transfers."""
+        """Returns the abstract value of pages in the host's memory, pinned, one a partition."""
         spec = self.cfg.layout.page_spec()
         page = self._array(spec.shape, spec.dtype, spec.axes)
         pinned = page.sharding.with_memory_kind("pinned_host")
@@ -124,15 +124,13 @@ class ProgramFactory:
     def park(self) -> Program:
         """Returns the program that copies pages to the host."""
         pages = self._array((MOVES,), jnp.int32)
-        slots = (self.slot(),) * MOVES
-        return Program("park", run_park, (self.state.pool, pages), slots, whole=True)
+        return Program("park", run_park, (self.state.pool, pages), (self.slot(),) * MOVES)
 
     def restore(self) -> Program:
         """Returns the program that copies pages back from the host."""
         pages, slots = self._array((MOVES,), jnp.int32), (self.slot(),) * MOVES
         pool = self.state.pool
-        arguments = (pool, pages, *slots)
-        return Program("restore", run_restore, arguments, pool, donated=(0,), whole=True)
+        return Program("restore", run_restore, (pool, pages, *slots), pool, donated=(0,))
 
     def body(self, body: tuple[Group, ...]) -> Program:
         """Returns the body program of the row groups `body`."""

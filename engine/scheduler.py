@@ -10,7 +10,7 @@ from engine.buckets import Ladder
 from engine.moves import DEVICE, Delete, Load, Move, Save
 from engine.pages import PageGroup, PagePool
 from engine.params import NO_TOKEN, NOT_FINITE
-from engine.plan import Draft, Piece, Plan, make_piece
+from engine.plan import Draft, Need, Piece, Plan, make_piece
 from engine.prefix_cache import Match, PrefixCache
 from engine.request import Request, Status
 from engine.reuse import Reuse
@@ -70,6 +70,7 @@ class Scheduler:
         prefix_cache: bool = False,
         lower: Sequence[PagePool] = (),
         preemption: str = "recompute",
+        tenants: Tenants | None = None,
     ):
         self._budget = max_num_batched_tokens
         self._page_size = page_size
@@ -101,7 +102,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._running: dict[int, Request] = {}  # in order of admission
         self._waiting = Waiting(admission.policy, admission.age_bound, max_num_seqs)
-        self._tenants = Tenants(
+        self._tenants = tenants or Tenants(
             admission.max_num_seqs_per_tenant, admission.tokens_per_s_per_tenant
         )
         self._ended: list[Request] = []
@@ -164,13 +165,19 @@ class Scheduler:
         """Returns the requests that have rows, in order of admission."""
         return list(self._running.values())
 
-    def add(self, request: Request, *, was_here: bool = False) -> None:
+    @property
+    def decode_steps(self) -> int:
+        """How often decodes of nobody but themselves run in one dispatch."""
+        return self._decode_steps
+
+    def add(self, request: Request, *, was_here: bool = False, waiting: int | None = None) -> None:
         """Queues `request`. Ids grow with arrival. ValueError if it can never run.
 
-        QueueFull if no more may wait; not for one that `was_here` before.
+        QueueFull if no more may wait; not for one that `was_here` before. `waiting`: how many do,
+        in other partitions too; None: in this one.
         """
         try:
-            self._check(request, was_here)
+            self._check(request, was_here, self.num_waiting if waiting is None else waiting)
         except ValueError:
             self._refused += 1
             raise
@@ -178,7 +185,7 @@ class Scheduler:
         self._requests[request.id] = request
         self._waiting.add(request, self._step)
 
-    def _check(self, request: Request, was_here: bool) -> None:
+    def _check(self, request: Request, was_here: bool, waiting: int) -> None:
         """Raises unless a request may be queued, as `add` says."""
         prompt = len(request.prompt_token_ids)
         if self._last_id is not None and request.id <= self._last_id:
@@ -196,9 +203,9 @@ class Scheduler:
                 "raise num_pages or memory_fraction, or shorten the prompt"
             )
         most = self._admission.max_num_waiting
-        if most is not None and len(self._waiting) >= most and not was_here:
+        if most is not None and waiting >= most and not was_here:
             raise QueueFull(
-                f"{len(self._waiting)} requests wait already and max_num_waiting={most}; "
+                f"{waiting} requests wait already and max_num_waiting={most}; "
                 "send it later, or raise max_num_waiting"
             )
 
@@ -228,8 +235,28 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    def matched(self, request: Request) -> int:
+        """Returns how many tokens of a request are kept, in any tier."""
+        return self._reuse.cells(request)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not finished."""
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row."""
+        return len(self._waiting)
+
     def schedule(self) -> Plan | None:
         """Returns the next step, or None if there is nothing to run before a step is read."""
+        draft = self.draft()
+        steps = self._decode_steps if self.may_repeat(draft) else 1
+        return self.commit(draft, self.need(draft), steps)
+
+    def draft(self) -> Draft:
+        """Returns what the next step shall have, for `commit` before any other call."""
         draft = Draft(self._budget, self._ladder.pieces)
         if not self._pinned:
             self._plan_decodes(draft)
@@ -240,7 +267,13 @@ class Scheduler:
             self._admit(draft)
         if self._pinned and not draft.pieces:
             self._plan_decodes(draft)
-        return self._commit(draft)
+        return draft
+
+    def need(self, draft: Draft) -> Need:
+        """Returns what a body must have room for."""
+        widest = max((piece.stop - piece.start for piece in draft.pieces), default=0)
+        count = len(self._batch) if self._static and draft.decodes else len(draft.decodes)
+        return Need(count, len(draft.pieces), widest)
 
     def show_tail(self, request: Request) -> None:
         """Lets others copy what a running request has stored, to its last token."""
@@ -464,8 +497,11 @@ class Scheduler:
         # A batch's requests are the oldest: those that are not admitted yet wait in front.
         return [request for request in first if request in self._batch]
 
-    def _commit(self, draft: Draft) -> Plan | None:
-        """Returns the draft as a plan, and counts its tokens as computed."""
+    def commit(self, draft: Draft, need: Need, repeat: int = 1) -> Plan | None:
+        """Returns the draft as a plan, and counts its tokens as computed; None if it is empty.
+
+        `need`: what the step's body has room for; `repeat`: how often it runs.
+        """
         if not draft.decodes and not draft.pieces:
             return None
         last = [piece for piece in draft.pieces if piece.samples]
@@ -476,18 +512,18 @@ class Scheduler:
             if piece.scores is not None:
                 piece.request.scored = piece.scores[1]
             self._rows.set_lengths(piece.request)
-        repeat = self._repeat(draft)
+        if repeat > 1:
+            for request in draft.decodes:
+                self._rows.extend(request, request.computed + repeat)
         for request in sampled:
             request.in_flight += repeat
         for request in draft.decodes:
             request.computed += repeat
         self._rows.grow(decode_rows, repeat)
-        widest = max((piece.stop - piece.start for piece in draft.pieces), default=0)
-        count = len(self._batch) if self._static and draft.decodes else len(draft.decodes)
-        body = self._ladder.choose_repeat(count) if repeat > 1 else None
+        body = self._ladder.choose_repeat(need.decodes) if repeat > 1 else None
         plan = Plan(
             step=self._step,
-            body=body or self._ladder.choose(count, len(draft.pieces), widest),
+            body=body or self._ladder.choose(*need),
             decodes=tuple(draft.decodes),
             pieces=tuple(draft.pieces),
             sampled=tuple(sampled),
@@ -498,18 +534,14 @@ class Scheduler:
         self._step += 1
         return plan
 
-    def _repeat(self, draft: Draft) -> int:
-        """Returns how often the draft may run in one dispatch, and takes the pages for that."""
+    def may_repeat(self, draft: Draft) -> bool:
+        """Returns whether the draft may run as often in one dispatch as `decode_steps` has it."""
         steps = self._decode_steps
         if steps == 1 or draft.pieces or self._waiting or self._static:
-            return 1
+            return False
         if not all(r.repeats and r.limit - r.length >= steps for r in draft.decodes):
-            return 1
+            return False
         cells = [(request, request.computed + steps) for request in draft.decodes]
         missing = sum(self._rows.missing_pages(*each) for each in cells)
         fits = missing <= self._rows.num_free_pages
-        if not fits or self._ladder.choose_repeat(len(cells)) is None:
-            return 1
-        for each in cells:
-            self._rows.extend(*each)
-        return steps
+        return fits and self._ladder.choose_repeat(len(cells)) is not None

@@ -403,9 +403,8 @@ def run_park(pool: Pool, page_C: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def run_restore(pool: Pool, page_C: jax.Array, *slots: jax.Array) -> Pool:
-    """Returns the pool with pages page_C as they are in the slots, which the host has."""
-    device = jax.memory.Space.Device
-    return put_pages(pool, page_C, tuple(jax.device_put(slot, device) for slot in slots))
+    """Returns the pool with pages page_C as they are in the slots."""
+    return put_pages(pool, page_C, slots)
 
 
 def run_row(state: State, packed: jax.Array, *, cfg: StepConfig) -> State:

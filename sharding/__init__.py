@@ -2,7 +2,7 @@
 """Meshes and logical axis rules: where arrays live, told apart from what they mean."""
 
 from sharding.collectives import ALONE, Axis
-from sharding.mesh import AXES, make_mesh, parse_mesh
+from sharding.mesh import AXES, make_mesh, parse_mesh, part_of
 from sharding.rules import REPLICATED, RULES, Axes, Rules, Spec
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Spec",
     "make_mesh",
     "parse_mesh",
+    "part_of",
 ]

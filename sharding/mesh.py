@@ -46,6 +46,16 @@ def device_grid(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.nda
     return np.array(devices, dtype=object).reshape(shape)
 
 
+def part_of(mesh: Mesh, axes: Sequence[str], number: int) -> Mesh:
+    """Returns the devices that stand at `number` along `axes`, counted as if they were one axis."""
+    place = np.unravel_index(number, [mesh.shape[axis] for axis in axes])
+    chosen = [
+        slice(place[axes.index(axis)], place[axes.index(axis)] + 1) if axis in axes else slice(None)
+        for axis in mesh.axis_names
+    ]
+    return Mesh(mesh.devices[tuple(chosen)], mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Returns the sizes in a text such as "data=2,tensor=4"; the empty text is one device.
 

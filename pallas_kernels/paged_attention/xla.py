@@ -83,8 +83,8 @@ def paged_attention(
         high = high.reshape(zeros.shape).astype(jnp.float32)
         total = zeros + jnp.where(stripe == 0, 1.0, 0.0)  # it counts once
     begin = (high, total, jnp.zeros((B, K, N // K * T, V), jnp.float32))
-    parts = jax.lax.fori_loop(0, num_blocks, block, begin)
-    total_BKX, sum_BKXV = merged(*parts, stripes)
+    high, total, sum_BKXV = jax.lax.fori_loop(0, num_blocks, block, begin)
+    total_BKX, sum_BKXV = merged(high, total, sum_BKXV, stripes)
     out_BKXV = sum_BKXV / jnp.maximum(total_BKX, 1e-30)[..., None]
     out_BKGTV = out_BKXV.astype(q_BTNH.dtype).reshape(B, K, N // K, T, V)
     return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)

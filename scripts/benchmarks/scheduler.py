@@ -191,12 +191,12 @@ def make_bench(config: Any, tokenizer: Tokenizer | None, rows: int) -> Bench:
         store=None,  # type: ignore[arg-type]  # only `stats` asks it
         params=params,
         model_config=config,
-        make_scheduler=make_scheduler,
+        make_schedulers=lambda: [make_scheduler()],
         ladder=ladder,
         shape=shape,
         tokenizer=tokenizer,
         overlap=True,
-        mover=Mover(stand_ins, None, None),
+        movers=[Mover(stand_ins, None, None)],
     )
     new_state = stand_ins["start"]
     return Bench(engine, clock, stand_ins, params, hidden, new_state, shape, ladder)

@@ -17,6 +17,7 @@ import pytest
 
 from engine import LLM, SamplingParams, programs
 from engine.buckets import Group
+from engine.host_pages import page_places
 from engine.loading import load_model
 from engine.loop import Engine
 from engine.models.oracle import forward_jit
@@ -120,17 +121,19 @@ def engine_on(
             prefix_cache=prefix_cache,
         )
 
+    cfg = built.factory.cfg
+    [places] = page_places(cfg.mesh, cfg.rules, built.factory.slot())
     return Engine(
         programs=built.engine.programs,
         store=built.store,
         params=built.engine.params,
         model_config=llm.model_config,
-        make_scheduler=make_scheduler,
+        make_schedulers=lambda: [make_scheduler()],
         ladder=ladder,
         shape=shape,
         tokenizer=llm.tokenizer,
         overlap=overlap,
-        mover=Mover(built.engine.programs, None, built.factory.slot()),
+        movers=[Mover(built.engine.programs, None, places)],
     )
 
 
