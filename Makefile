@@ -35,11 +35,15 @@ demo: $(STAMP)
 	  --prompt="Water boils when" \
 	  --prompt="Once upon a time, a small robot"
 
+# Processes that tests run in; a file's tests, which share engines, run in one of them.
+WORKERS ?= 2
+
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -m "not slow and not device" --durations=10
+	@$(BIN)/python -m pytest -q -m "not slow and not device" --durations=10 \
+	  -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP) $(AOT)
-	@$(BIN)/python -m pytest -q -m slow --durations=10
+	@$(BIN)/python -m pytest -q -m slow --durations=10 -n $(WORKERS)
 
 # The figures and charts of every suite, in BENCH. With PEER_PYTHON and PEER_MODEL, PEER_GGUF or
 # both, beside the peers. BENCH_FLAGS are for all suites; serving replays SERVING requests.

@@ -97,7 +97,8 @@ def build_engine(config: EngineConfig) -> Built:
     mesh = engine_mesh(config.mesh)
     ways = mesh.shape["tensor"]
     split = split_config(model.config, ways)
-    layout = kv_layout(device_config(split, ways), page_size, dtype)
+    part = device_config(split, ways, mesh.shape["expert"])
+    layout = kv_layout(part, page_size, dtype)
     ladder = Ladder(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -112,7 +113,6 @@ def build_engine(config: EngineConfig) -> Built:
     # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
     check_model(model, mesh, RULES, dtype, stacked=stacked)
     forbidden = forbidden_ids(model, split.vocab_size)
-    part = device_config(split, ways)
     cfg = StepConfig(part, layout, shape, mesh, RULES, widest, forbidden)
     params = abstract_parameters(model.config, mesh, RULES, dtype, stacked=stacked)
     fused = not stacked and mesh.size == 1
@@ -299,7 +299,7 @@ def cached_fingerprint(
 
 
 # Axes that the engine splits over so far.
-BUILT_AXES = ("data", "sequence", "tensor")
+BUILT_AXES = ("data", "sequence", "expert", "tensor")
 
 
 def engine_mesh(text: str) -> Mesh:

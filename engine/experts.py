@@ -14,26 +14,33 @@ import jax.numpy as jnp
 from engine.layers import ACTIVATIONS, Params, gated_mlp, matmul
 from engine.models.config import Experts
 from sharding import ALONE, Axis
+from sharding.exchange import exchange, exclusive_sums, sizes_of
 
 EXPERT_MATRICES = ("experts_gate", "experts_up", "experts_down")
 # On CPU a few rows are multiplied one by one, and more in tiles.
 CPU_SINGLE_ROWS, CPU_TILE = 64, 16
+_LEAST_SENT = 8  # rows from one device to another in one round
 
 
 def expert_mlp(
-    x_TD: jax.Array, valid_T: jax.Array, p: Params, experts: Experts, tensor: Axis = ALONE
+    x_TD: jax.Array,
+    valid_T: jax.Array,
+    p: Params,
+    experts: Experts,
+    tensor: Axis = ALONE,
+    expert: Axis = ALONE,
 ) -> jax.Array:
     """Returns the weighted sum of the chosen experts' outputs, and of the shared ones'.
 
-    `tensor`: the mesh axis over which the units of each expert are split.
+    `tensor`: the mesh axis over which the units of each expert are split; `expert`: the one over
+    which experts are, and tokens.
     """
     logits_TE = matmul(x_TD, p["router"])
     if experts.router_bias:
         logits_TE = logits_TE + p["router_bias"].astype(jnp.float32)[None]
     weight_TK, expert_TK = route(logits_TE, p.get("router_correction"), experts)
-    y_TD = routed_mlp(
-        x_TD, weight_TK, jnp.where(valid_T[:, None], expert_TK, experts.count), p, experts, tensor
-    )
+    expert_TK = jnp.where(valid_T[:, None], expert_TK, experts.count)
+    y_TD = routed_mlp(x_TD, weight_TK, expert_TK, p, experts, tensor, expert)
     if experts.shared_width:
         shared = {name.removeprefix("shared_"): p[name] for name in p if name.startswith("shared_")}
         shared_TD = gated_mlp(x_TD, shared, experts.activation)
@@ -85,34 +92,101 @@ def routed_mlp(
     p: Params,
     experts: Experts,
     tensor: Axis = ALONE,
+    expert: Axis = ALONE,
 ) -> jax.Array:
     """Returns the weighted outputs of each token's experts; an id of E is no expert.
 
     They are to be summed over `tensor`.
     """
-    T, K = expert_TK.shape
-    E = experts.count
+    K, E = expert_TK.shape[1], experts.count
     expert_S = expert_TK.reshape(-1)
     order_S = jnp.argsort(expert_S, stable=True)
     sorted_S = expert_S[order_S]
     sizes_E = jnp.zeros(E, jnp.int32).at[expert_S].add(1, mode="drop")
     x_SD = x_TD[order_S // K]
+    if expert.ways == 1:
+        y_SD = mlps(x_SD, sorted_S, sizes_E, p, experts, tensor)
+    else:
+        y_SD = sent_mlps(x_SD, sizes_E, p, experts, tensor, expert)
+    # Rows of no expert hold what the product left there.
+    weight_S = jnp.where(sorted_S < E, weight_TK.reshape(-1)[order_S], 0.0)
+    y_SD = jnp.where((sorted_S < E)[:, None], y_SD, 0.0) * weight_S[:, None]
+    return jnp.zeros(x_TD.shape, jnp.float32).at[order_S // K].add(y_SD).astype(x_TD.dtype)
+
+
+def mlps(
+    x_SD: jax.Array,
+    expert_S: jax.Array,
+    sizes_E: jax.Array,
+    p: Params,
+    experts: Experts,
+    tensor: Axis,
+) -> jax.Array:
+    """Returns float32 y_SD of rows that are sorted by expert, of those whose matrices `p` has.
+
+    What rows beyond the sizes' sum get is undefined.
+    """
 
     def grouped(rows, name, bias_share=1.0):
         y = grouped_matmul(rows, p[name], sizes_E)
         bias = p.get(f"{name}_bias")
         if bias is not None:
-            y = y + bias.at[sorted_S].get(mode="clip").astype(jnp.float32) * bias_share
+            y = y + bias.at[expert_S].get(mode="clip").astype(jnp.float32) * bias_share
         return y
 
     gate_SF, up_SF = grouped(x_SD, "experts_gate"), grouped(x_SD, "experts_up")
-    hidden_SF = combined(gate_SF, up_SF, experts).astype(x_TD.dtype)
+    hidden_SF = combined(gate_SF, up_SF, experts).astype(x_SD.dtype)
     first = jnp.where(tensor.here() == 0, 1.0, 0.0)  # a bias of the sum is added once
-    y_SD = grouped(hidden_SF, "experts_down", first)
-    # Rows of no expert hold what the product left there.
-    weight_S = jnp.where(sorted_S < E, weight_TK.reshape(-1)[order_S], 0.0)
-    y_SD = jnp.where((sorted_S < E)[:, None], y_SD, 0.0) * weight_S[:, None]
-    return jnp.zeros(x_TD.shape, jnp.float32).at[order_S // K].add(y_SD).astype(x_TD.dtype)
+    return grouped(hidden_SF, "experts_down", first)
+
+
+def sent_mlps(
+    x_SD: jax.Array, sizes_E: jax.Array, p: Params, experts: Experts, tensor: Axis, expert: Axis
+) -> jax.Array:
+    """Returns y_SD of rows that are sorted by expert, from the devices that have the experts.
+
+    Rows go in rounds, in each at most twice a device's even share to every other, so that buffers
+    are small whatever the routing; nearly always there is one. No row is dropped.
+    """
+    S, P = x_SD.shape[0], expert.ways
+    share = min(S, max(_LEAST_SENT, -(-2 * S // P)))
+    local = experts.count // P
+    count_PE = expert.gather(sizes_E[None], 0)
+    count_PQ = count_PE.reshape(P, P, local).sum(axis=-1)  # from p to q
+    begin_P = exclusive_sums(count_PQ[expert.here()])
+    own_Pe = jax.lax.dynamic_slice_in_dim(count_PE, expert.here() * local, local, axis=1)
+    rounds = -(-jnp.max(count_PQ) // share)
+
+    def one(turn, y_SD):
+        done = turn * share
+        now_PQ = jnp.clip(count_PQ - done, 0, share)
+        sizes = sizes_of(now_PQ, begin_P + done, expert)
+        came_RD = exchange(x_SD, sizes, expert, most=share, received=P * share)
+        expert_R = experts_of(own_Pe, done, sizes.recv_sizes, P * share)
+        order_R = jnp.argsort(expert_R, stable=True)
+        sizes_e = jnp.zeros(local, jnp.int32).at[expert_R].add(1, mode="drop")
+        sorted_R = expert_R[order_R]
+        y_RD = mlps(came_RD[order_R], sorted_R, sizes_e, p, experts, tensor)
+        y_RD = jnp.zeros_like(came_RD).at[order_R].set(y_RD.astype(x_SD.dtype))
+        back_SD = exchange(y_RD, sizes.back(expert), expert, most=share, received=S)
+        return y_SD + back_SD.astype(jnp.float32)
+
+    return jax.lax.fori_loop(0, rounds, one, jnp.zeros(x_SD.shape, jnp.float32))
+
+
+def experts_of(own_Pe: jax.Array, done: jax.Array, came_P: jax.Array, rows: int) -> jax.Array:
+    """Returns the expert of each row that came, int32 [rows], of this device's; others are beyond.
+
+    own_Pe: how many rows device p has for each expert, sorted; `done` of them came before.
+    """
+    end_P = jnp.cumsum(came_P)
+    index_R = jnp.arange(rows, dtype=jnp.int32)
+    sender_R = jnp.searchsorted(end_P, index_R, side="right").astype(jnp.int32)
+    inside_R = jnp.minimum(sender_R, len(came_P) - 1)
+    place_R = done + index_R - (end_P - came_P)[inside_R]
+    last_Pe = jnp.cumsum(own_Pe, axis=1)
+    expert_R = jnp.sum(last_Pe[inside_R] <= place_R[:, None], axis=1, dtype=jnp.int32)
+    return jnp.where(sender_R < len(came_P), expert_R, own_Pe.shape[1])
 
 
 class OfLayers(NamedTuple):

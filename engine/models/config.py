@@ -116,6 +116,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     tensor_ways: int = 1  # devices that heads, feed-forward and vocabulary are split over
+    expert_ways: int = 1  # devices that experts are split over; config.experts counts all
     real_query_heads: int | None = None  # of all devices, without those that fill up; None: all
 
     def __post_init__(self) -> None:
@@ -147,6 +148,11 @@ class ModelConfig:
     def tensor(self) -> Axis:
         """The mesh axis of the devices that have the other parts."""
         return Axis(("tensor",), self.tensor_ways) if self.tensor_ways > 1 else ALONE
+
+    @property
+    def expert(self) -> Axis:
+        """The mesh axis of the devices that have the other experts."""
+        return Axis(("expert",), self.expert_ways) if self.expert_ways > 1 else ALONE
 
     @property
     def rope_width(self) -> int:

@@ -196,7 +196,7 @@ def after_attention(
     x_TD = x_TD + h_TD
     h_TD = rms_norm(x_TD, p["mlp_norm"], config.norm_eps) if config.pre_norms else x_TD
     if config.experts is not None and "router" in p:
-        h_TD = expert_mlp(h_TD, valid_T, p, config.experts, config.tensor)
+        h_TD = expert_mlp(h_TD, valid_T, p, config.experts, config.tensor, config.expert)
     else:
         h_TD = gated_mlp(h_TD, p, config.activation, config.tensor)
     if config.post_norms:

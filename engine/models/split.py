@@ -69,11 +69,20 @@ def filled(length: int, ways: int) -> int:
     return -(-length // ways) * ways
 
 
-def device_config(config: ModelConfig, ways: int) -> ModelConfig:
-    """Returns one device's part of a config that `split_config` made."""
+def device_config(config: ModelConfig, ways: int, expert_ways: int = 1) -> ModelConfig:
+    """Returns one device's part of a config that `split_config` made.
+
+    Raises ValueError where experts cannot be shared out evenly.
+    """
+    experts = config.experts
+    if expert_ways > 1 and (experts is None or experts.count % expert_ways):
+        raise ValueError(
+            f"expert={expert_ways} does not divide {experts.count if experts else 'no'} experts; "
+            "use a size that does"
+        )
+    config = dataclasses.replace(config, expert_ways=expert_ways)
     if ways == 1:
         return config
-    experts = config.experts
     if experts is not None:
         experts = dataclasses.replace(
             experts, width=experts.width // ways, shared_width=experts.shared_width // ways
