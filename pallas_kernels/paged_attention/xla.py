@@ -9,6 +9,8 @@ Letters: B rows, T tokens a row, N query heads, K KV heads, G query heads a KV h
 queries and keys, V width of values, S cells of a block, J pages of a row.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -22,6 +24,17 @@ from sharding import ALONE, Axis
 BLOCK_CELLS = 64
 # Below any logit, and finite: a difference of two of them is 0, not NaN.
 LOWEST = -1e30
+
+
+class Parts(NamedTuple):
+    """Softmax over some of the keys: the highest logit, the sum of weights, the weighted values.
+
+    float32 [B, K, X] and [B, K, X, V], X a KV head's queries, heads major.
+    """
+
+    high_BKX: jax.Array
+    total_BKX: jax.Array
+    sum_BKXV: jax.Array
 
 
 def paged_attention(
@@ -48,17 +61,83 @@ def paged_attention(
     table is page p * ways + its own number of the row. All devices have all queries; each attends
     over its own pages, and their parts are merged by their softmax sums (flash-decoding).
     """
+    T, K = q_BTNH.shape[1], pool.shape[1]
+    values = values or (q_BTNH.shape[-1], 2 * q_BTNH.shape[-1])
+    q_BKXH = by_kv_head(q_BTNH, K, scale)
+    begin = no_parts(q_BKXH, T, values[1] - values[0], sinks_N, stripes)
+    parts = add_pages(
+        begin,
+        q_BKXH,
+        pool,
+        rows,
+        window,
+        T=T,
+        softcap=softcap,
+        values=values,
+        block_cells=block_cells,
+        stripes=stripes,
+    )
+    return output_of(merged(parts, stripes), T, q_BTNH.dtype)
+
+
+def by_kv_head(q_BTNH: jax.Array, kv_heads: int, scale: float) -> jax.Array:
+    """Returns the scaled queries as q_BKXH, those of a KV head together."""
     B, T, N, H = q_BTNH.shape
-    K, W = pool.shape[1:3]
-    start, stop = values or (H, 2 * H)
+    q_BKGTH = q_BTNH.reshape(B, T, kv_heads, N // kv_heads, H).transpose(0, 2, 3, 1, 4)
+    q_BKGTH = q_BKGTH * jnp.asarray(scale, q_BTNH.dtype)
+    return q_BKGTH.reshape(B, kv_heads, N // kv_heads * T, H)
+
+
+def no_parts(
+    q_BKXH: jax.Array, T: int, value_width: int, sinks_N: jax.Array | None, axis: Axis = ALONE
+) -> Parts:
+    """Returns the parts of no keys, the sinks' logits included: of the first device of `axis`."""
+    B, K, X, _ = q_BKXH.shape
+    zeros = jnp.zeros((B, K, X), jnp.float32)
+    high, total = zeros + LOWEST, zeros
+    if sinks_N is not None:
+        high = jnp.broadcast_to(sinks_N.reshape(1, K, X // T, 1), (B, K, X // T, T))
+        high = high.reshape(zeros.shape).astype(jnp.float32)
+        total = zeros + jnp.where(axis.here() == 0, 1.0, 0.0)  # it counts once
+    return Parts(high, total, jnp.zeros((B, K, X, value_width), jnp.float32))
+
+
+def output_of(parts: Parts, T: int, dtype) -> jax.Array:
+    """Returns the attention output [B, T, N, V] of the parts of all keys."""
+    B, K, X, V = parts.sum_BKXV.shape
+    out_BKXV = parts.sum_BKXV / jnp.maximum(parts.total_BKX, 1e-30)[..., None]
+    out_BKGTV = out_BKXV.astype(dtype).reshape(B, K, X // T, T, V)
+    return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, K * X // T, V)
+
+
+def add_pages(
+    parts: Parts,
+    q_BKXH: jax.Array,
+    pool: jax.Array,
+    rows: Rows,
+    window: jax.Array | int,
+    *,
+    T: int,
+    softcap: float | None,
+    values: tuple[int, int],
+    block_cells: int = BLOCK_CELLS,
+    stripes: Axis = ALONE,
+    end_B: jax.Array | None = None,
+) -> Parts:
+    """Returns the parts with those of this device's pages, of `T` queries a row.
+
+    Of cells before `end_B` only, if given.
+    """
+    (B, _, _, H), W = q_BKXH.shape, pool.shape[2]
     ways, stripe = stripes.ways, stripes.here()
     pages = max(1, block_cells // W)
-    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    q_BKXH = (q_BKGTH * jnp.asarray(scale, q_BTNH.dtype)).reshape(B, K, N // K * T, H)
+    if end_B is None:
+        end_B = rows.start_B + rows.count_B
+    end_B = jnp.where(rows.count_B > 0, end_B, 0)
     # The first place of the table that anyone here sees a cell of.
     first_B = jnp.maximum(rows.start_B - window + 1, 0) // (W * ways)
-    blocks_B = -(-(rows.start_B + rows.count_B - first_B * (W * ways)) // (pages * W * ways))
-    num_blocks = jnp.max(jnp.where(rows.count_B > 0, blocks_B, 0))
+    blocks_B = -(-(end_B - first_B * (W * ways)) // (pages * W * ways))
+    num_blocks = jnp.max(blocks_B)
 
     def block(i, carry):
         page_BJ = first_B[:, None] + i * pages + jnp.arange(pages, dtype=jnp.int32)[None]
@@ -68,35 +147,24 @@ def paged_attention(
         kv = gather_pages(pool, jnp.take_along_axis(rows.table_BJ, inside_BJ, axis=1))
         cell_BJ = (page_BJ * ways + stripe) * W
         cell_BJW = cell_BJ[:, :, None] + jnp.arange(W, dtype=jnp.int32)[None, None]
-        cell_BS = cell_BJW.reshape(B, pages * W)
-        mask_BTS = visible(cell_BS, rows, window, T)
+        mask_BTS = visible(cell_BJW.reshape(B, pages * W), rows, end_B, window, T)
         # A weight of 0 does not silence NaN or infinity, which cells seen by nobody may hold.
         seen_BS = mask_BTS.any(axis=1)
         kv = jnp.where(seen_BS[:, None, :, None], kv, jnp.zeros((), kv.dtype))
-        return accumulate(carry, q_BKXH, kv[..., :H], kv[..., start:stop], mask_BTS, softcap)
+        value = kv[..., values[0] : values[1]]
+        return accumulate(carry, q_BKXH, kv[..., :H], value, mask_BTS, softcap)
 
-    V = stop - start
-    zeros = jnp.zeros((B, K, N // K * T), jnp.float32)
-    high, total = zeros + LOWEST, zeros
-    if sinks_N is not None:
-        high = jnp.broadcast_to(sinks_N.reshape(1, K, N // K, 1), (B, K, N // K, T))
-        high = high.reshape(zeros.shape).astype(jnp.float32)
-        total = zeros + jnp.where(stripe == 0, 1.0, 0.0)  # it counts once
-    begin = (high, total, jnp.zeros((B, K, N // K * T, V), jnp.float32))
-    high, total, sum_BKXV = jax.lax.fori_loop(0, num_blocks, block, begin)
-    total_BKX, sum_BKXV = merged(high, total, sum_BKXV, stripes)
-    out_BKXV = sum_BKXV / jnp.maximum(total_BKX, 1e-30)[..., None]
-    out_BKGTV = out_BKXV.astype(q_BTNH.dtype).reshape(B, K, N // K, T, V)
-    return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
+    return jax.lax.fori_loop(0, num_blocks, block, parts)
 
 
-def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> jax.Array:
+def visible(
+    cell_BS: jax.Array, rows: Rows, end_B: jax.Array, window: jax.Array | int, T: int
+) -> jax.Array:
     """Returns mask_BTS: whether query t of row b sees the cell, by the rule of `Rows`.
 
-    Nobody sees a cell past the row's last, and an idle row sees none.
+    Nobody sees a cell from `end_B` on.
     """
     index_T = jnp.arange(T, dtype=jnp.int32)
-    end_B = jnp.where(rows.count_B > 0, rows.start_B + rows.count_B, 0)
     used_BS = cell_BS < end_B[:, None]
     own_BS = cell_BS - rows.start_B[:, None]  # this step's token in the cell, negative before it
     if rows.depth_BT is None or rows.ancestors_BT is None:
@@ -111,20 +179,28 @@ def visible(cell_BS: jax.Array, rows: Rows, window: jax.Array | int, T: int) -> 
     return used_BS[:, None, :] & near_BTS & related_BTS
 
 
-def merged(
-    high_BKX: jax.Array, total_BKX: jax.Array, sum_BKXV: jax.Array, axis: Axis
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of weights, weighted values) of all devices of an axis."""
+def merged(parts: Parts, axis: Axis) -> Parts:
+    """Returns the parts of all devices of an axis together."""
     if axis.ways == 1:
-        return total_BKX, sum_BKXV
-    keep_BKX1 = jnp.exp(high_BKX - axis.max(high_BKX))[..., None]
-    both = jnp.concatenate([sum_BKXV, total_BKX[..., None]], axis=-1)
+        return parts
+    high_BKX = axis.max(parts.high_BKX)
+    keep_BKX1 = jnp.exp(parts.high_BKX - high_BKX)[..., None]
+    both = jnp.concatenate([parts.sum_BKXV, parts.total_BKX[..., None]], axis=-1)
     both = axis.sum(both * keep_BKX1)
-    return both[..., -1], both[..., :-1]
+    return Parts(high_BKX, both[..., -1], both[..., :-1])
 
 
-def accumulate(carry, q_BKXH, k_BKSH, v_BKSV, mask_BTS, softcap):
-    """Returns the running (maximum, sum of weights, weighted values) with one more block."""
+def joined(one: Parts, other: Parts) -> Parts:
+    """Returns the parts of two sets of keys together."""
+    high_BKX = jnp.maximum(one.high_BKX, other.high_BKX)
+    keeps = [jnp.exp(parts.high_BKX - high_BKX) for parts in (one, other)]
+    total_BKX = one.total_BKX * keeps[0] + other.total_BKX * keeps[1]
+    sum_BKXV = one.sum_BKXV * keeps[0][..., None] + other.sum_BKXV * keeps[1][..., None]
+    return Parts(high_BKX, total_BKX, sum_BKXV)
+
+
+def accumulate(carry: Parts, q_BKXH, k_BKSH, v_BKSV, mask_BTS, softcap) -> Parts:
+    """Returns the parts with those of one more block of keys."""
     high_BKX, total_BKX, sum_BKXV = carry
     B, K, X, _ = q_BKXH.shape
     _, T, S = mask_BTS.shape
@@ -142,4 +218,4 @@ def accumulate(carry, q_BKXH, k_BKSH, v_BKSV, mask_BTS, softcap):
         "bkxs,bksv->bkxv", weights.astype(v_BKSV.dtype), v_BKSV, preferred_element_type=jnp.float32
     )
     total_BKX = total_BKX * keep_BKX + weights.sum(axis=-1)
-    return new_high_BKX, total_BKX, sum_BKXV * keep_BKX[..., None] + values
+    return Parts(new_high_BKX, total_BKX, sum_BKXV * keep_BKX[..., None] + values)
