@@ -30,6 +30,7 @@ class BatchShape:
     num_groups: int
     pages_per_row: int
     num_rows: int  # without the null row, whose index this is
+    ring_page: int = 1  # a piece of a ring stands in its group as in pages of so many tokens
 
     def fields(self, group: Group) -> dict[str, tuple[int, ...]]:
         """Returns the packed fields of a row group and their shapes."""
@@ -49,6 +50,10 @@ class BatchShape:
             "end_ids_BE": (B, MAX_END_IDS),
             "settings_BF": (B, len(SETTINGS)),
         }
+
+    def offset(self, group: Group, start: int) -> int:
+        """Returns where in its row of a group a piece that begins at `start` does."""
+        return start % self.ring_page if group.kind == "ring" else 0
 
     def layout(self, body: tuple[Group, ...]) -> list[dict[str, tuple[int, ...]]]:
         """Returns the fields of each row group of `body`, then those of the sampled rows."""
@@ -107,17 +112,22 @@ def pack(
     sampled["sample_row_S"][:] = shape.num_rows
     for group, part in zip(body, parts, strict=True):
         part["row_B"][:] = shape.num_rows
-        if group.kind == "chunk":
+        if group.kind != "decode":
             part["settle_B"][:] = shape.num_rows
     if plan is None:
         return packed
     sampled["sample_row_S"][: len(plan.sampled)] = plan.rows
     indexes = sampled["sample_index_S"][: len(plan.sampled)]
     for group, part in zip(body, parts, strict=True):
-        if group.kind == "chunk":
+        if group.kind in ("chunk", "ring"):
             pack_pieces(plan, group, part, shape, tables, lengths)
             indexes[: -len(plan.decodes) or None] = [
-                first_token + index * group.width + piece.stop - piece.start - 1
+                first_token
+                + index * group.width
+                + shape.offset(group, piece.start)
+                + piece.stop
+                - piece.start
+                - 1
                 for index, piece in enumerate(plan.pieces)
                 if piece.samples
             ]
@@ -144,7 +154,8 @@ def pack_pieces(plan, group, part, shape, tables, lengths) -> None:
         part["count_B"][index] = count
         part["cell_GB"][:, index] = lengths[:, row] - (end - piece.start)
         part["table_GBJ"][:, index] = tables[:, row]
-        part["token_BT"][index, :count] = request.tokens(piece.start, piece.stop)
+        first = shape.offset(group, piece.start)
+        part["token_BT"][index, first : first + count] = request.tokens(piece.start, piece.stop)
         part["fresh_B"][index] = piece.fresh
         part["length_B"][index] = request.limit
         if last_of_row[row] == index:

@@ -16,7 +16,7 @@ _SCORE_ROWS = 64
 class Group(NamedTuple):
     """Rows of one static shape [rows, width] in a step."""
 
-    kind: Literal["decode", "chunk", "tree"]
+    kind: Literal["decode", "chunk", "tree", "ring"]
     rows: int
     width: int
 
@@ -63,9 +63,12 @@ class Ladder:
     computes never depends on its company. With `repeats`, bodies of decodes also run several steps
     in one dispatch, and there are fewer mixed bodies.
 
+    With `ring`, a step may have one piece of up to so many tokens instead of others, whose tokens
+    the devices of the sequence axis share.
+
     rows: most decodes, and most sampled rows, of a step.   width: widest piece of a prompt.
-    pieces: most pieces of a step.
-    Invariant: any step within these three has a body, and at most 16 bodies and 8 heads exist.
+    pieces: most pieces of a step.   ring: widest piece of a ring, 0 if there is none.
+    Invariant: any step within these has a body, and at most 16 bodies and 8 heads exist.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Ladder:
         *,
         pinned: bool = False,
         repeats: bool = False,
+        ring: int = 0,
     ):
+        self.ring = ring
         budget = max_num_batched_tokens
         self.rows = min(max_num_seqs, budget)  # each running row needs a token of the budget
         self.width = min(_MAX_WIDTH, _power_above(budget))
@@ -93,11 +98,15 @@ class Ladder:
         decodes = [Group("decode", rows, 1) for rows in _spread(self.rows, _DECODE_ROWS)]
         alone = [Group("chunk", rows, self.width) for rows in _spread(-(-self.pieces // 4), 3)]
         alone.insert(0, Group("chunk", 1, min(_NARROW, self.width)))
-        mixed = [
+        mixed: list[Body] = [
             (Group("chunk", chunks, self.width), Group("decode", rows, 1))
             for rows in _unique([self.rows] if repeats else [few, self.rows])
             for chunks in _unique([max(1, self.pieces // n) for n in (8, 2, 1)])
         ]
+        if ring:
+            group = Group("ring", 1, ring)
+            mixed += [(group,), (group, Group("decode", self.rows, 1))]
+            decodes = [Group("decode", rows, 1) for rows in _spread(self.rows, _DECODE_ROWS - 2)]
         bodies = _unique([*((g,) for g in [*decodes, *alone]), *mixed])
         # Where no more fit, the larger chunks run beside a few decodes of nobody.
         large = [(Group("chunk", max(1, self.pieces // n), self.width),) for n in (1, 2)]
@@ -148,5 +157,5 @@ def _capacity(body: Body) -> tuple[int, int, int]:
     """Returns a body's most decodes, most pieces, and their most tokens."""
     has = {group.kind: group for group in body}
     nothing = Group("chunk", 0, 0)
-    chunk = has.get("chunk", nothing)
+    chunk = has.get("chunk", has.get("ring", nothing))
     return has.get("decode", nothing).rows, chunk.rows, chunk.width

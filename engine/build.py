@@ -104,16 +104,18 @@ def build_engine(config: EngineConfig) -> Built:
         config.max_num_batched_tokens,
         pinned=config.deterministic,
         repeats=config.decode_steps > 1,
+        ring=ring_width(config, page_size, mesh),
     )
     widest = max(group.rows * group.width for body in ladder.bodies for group in body)
     # A page of a request is dealt out over the sequence axis: the host sees it as one.
     host_page = page_size * mesh.shape["sequence"]
-    shape = BatchShape(len(layout.groups), -(-max_model_len // host_page), config.max_num_seqs)
+    places_a_row = -(-max_model_len // host_page)
+    shape = BatchShape(len(layout.groups), places_a_row, config.max_num_seqs, host_page)
     stacked = platform != "cpu"
     # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
     check_model(model, mesh, RULES, dtype, stacked=stacked)
     forbidden = forbidden_ids(model, split.vocab_size)
-    cfg = StepConfig(part, layout, shape, mesh, RULES, widest, forbidden)
+    cfg = StepConfig(part, layout, shape, mesh, RULES, widest, forbidden, config.ring_layout)
     params = abstract_parameters(model.config, mesh, RULES, dtype, stacked=stacked)
     fused = not stacked and mesh.size == 1
     params = fuse(params) if fused else params
@@ -321,6 +323,23 @@ def engine_mesh(text: str) -> Mesh:
             f"mesh={text!r} needs {count} devices, {there} are there; use a smaller one"
         )
     return make_mesh(jax.local_devices()[:count], **sizes)
+
+
+def ring_width(config: EngineConfig, page_size: int, mesh: Mesh) -> int:
+    """Returns the tokens of a ring's widest piece, as many as a step may have; 0 for no rings."""
+    ways = mesh.shape["sequence"]
+    if ways == 1 or config.deterministic:
+        return 0
+    grain = ways * page_size * (2 if config.ring_layout == "zig-zag" else 1)
+    width = config.max_num_batched_tokens // grain * grain
+    if not width:
+        logger().warning(
+            "mesh=%r: no piece of a prompt is shared out over the sequence axis, whose pages take "
+            "%d tokens; raise max_num_batched_tokens to that",
+            config.mesh,
+            grain,
+        )
+    return width
 
 
 def compute_dtype(config: EngineConfig, model: Model, platform: str) -> np.dtype:

@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GENERATION_CONFIGS = ("auto", "none")
 BATCHING = ("continuous", "static")
 PREEMPTIONS = ("recompute", "park")
+RING_LAYOUTS = ("striped", "contiguous", "zig-zag")
 POLICIES = ("fcfs", "priority", "shortest_first", "longest_prefix")
 
 
@@ -43,6 +44,8 @@ class EngineConfig:
     num_pages: pages of the pool, one of them reserved; None: as memory allows.
     mesh: devices by what is split over them, such as "tensor=4"; "" is one device. All of AXES in
         sharding/mesh.py have size 1 if not given.
+    ring_layout: one of RING_LAYOUTS: which tokens of a long piece of a prompt each device of a
+        sequence axis computes.
     memory_fraction: share of an accelerator's memory for weights, programs and pages.
     prefix_cache: keep the keys and values of what was computed, for requests that begin alike.
     host_cache_gb: of the host's memory for pages that the device has no room for; 0 is none.
@@ -80,6 +83,7 @@ class EngineConfig:
     page_size: int | None = None
     num_pages: int | None = None
     mesh: str = ""
+    ring_layout: str = "striped"
     memory_fraction: float = 0.9
     prefix_cache: bool = True
     host_cache_gb: float = 0.0
@@ -129,6 +133,9 @@ class EngineConfig:
             )
         if not isinstance(self.mesh, str):
             raise ValueError(f'mesh={self.mesh!r} must be a text such as "tensor=4"; "" is one')
+        if self.ring_layout not in RING_LAYOUTS:
+            known = ", ".join(RING_LAYOUTS)
+            raise ValueError(f"ring_layout={self.ring_layout!r} is not known; use one of {known}")
         check_int("decode_steps", self.decode_steps, low=1, high=64, remedy="1 is off")
         if self.deterministic and self.decode_steps > 1:
             raise ValueError(f"decode_steps={self.decode_steps} must be 1 with deterministic=True")

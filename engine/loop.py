@@ -14,7 +14,7 @@ import numpy as np
 
 from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape, no_tables, pack, pack_tables
-from engine.buckets import Head, Ladder, Repeat
+from engine.buckets import Group, Head, Ladder, Repeat
 from engine.config import POLICIES
 from engine.disk_cache import DiskCache
 from engine.layers import Params
@@ -24,7 +24,7 @@ from engine.mover import Mover
 from engine.moves import DEVICE
 from engine.params import HEADS, MAX_SAMPLES, NOT_FINITE
 from engine.partitions import Partitions, Step
-from engine.plan import Plan
+from engine.plan import Piece, Plan
 from engine.program_store import Executables, ProgramStore
 from engine.request import Request, ScoredToken
 from engine.results import Delta, Record, Results
@@ -388,13 +388,13 @@ class Engine:
 
     def _score(self, step: Step, prompt_CD: jax.Array | None) -> list[Scored]:
         """Dispatches the score head over the prompt positions that the plans want."""
-        width = step.body[0].width
+        group = step.body[0]
         head = self._heads["score"][0]
         parts = len(step.plans)
         wanted: list[list[tuple[Request, int, int]]] = [[] for _ in step.plans]
         for p, plan in step.some:
             wanted[p] = [
-                (piece.request, position, index * width + position - piece.start)
+                (piece.request, position, self._row_of(group, index, piece) + position)
                 for index, piece in enumerate(plan.pieces)
                 if piece.scores is not None
                 for position in range(*piece.scores)
@@ -411,6 +411,10 @@ class Engine:
             logprobs = self.programs[head](self._head_params(), prompt_CD, rows)
             calls.append(Scored(asked, logprobs))
         return calls
+
+    def _row_of(self, group: Group, index: int, piece: Piece) -> int:
+        """Returns the row among the prompt's hidden ones that token 0 of a piece's request had."""
+        return index * group.width + self._shape.offset(group, piece.start) - piece.start
 
     def _head_params(self) -> Params:
         return head_parameters(self.params, self.model_config)
@@ -496,15 +500,15 @@ class Engine:
         if pending.prompt_CD is None:
             return
         hidden_CD = np.asarray(pending.prompt_CD, np.float32)
-        step, width = pending.step, pending.step.body[0].width
+        step, group = pending.step, pending.step.body[0]
         rows = len(hidden_CD) // len(step.plans)
         pieces = ((p, *each) for p, plan in step.some for each in enumerate(plan.pieces))
         for p, index, piece in pieces:
             record = self._results.get(piece.request.id)
             if record is None or record.hidden_TD is None:
                 continue
-            count, first = piece.stop - piece.start, p * rows + index * width
-            rows_TD = hidden_CD[first : first + count]
+            first = p * rows + self._row_of(group, index, piece)
+            rows_TD = hidden_CD[first + piece.start : first + piece.stop]
             record.hidden_TD[piece.start : piece.stop] = rows_TD
             if not np.isfinite(rows_TD).all():
                 self._fail(record)

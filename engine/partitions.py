@@ -85,12 +85,15 @@ class Partitions:
     def schedule(self) -> Step | None:
         """Returns the next step, or None if nobody has anything to run before a step is read."""
         drafts = [part.draft() for part in self.parts]
+        both = list(zip(self.parts, drafts, strict=True))
         if self.is_pinned and any(draft.pieces for draft in drafts):
             for draft in drafts:  # a step has decodes or pieces, never both
                 draft.decodes.clear()
-        each = [part.need(draft) for part, draft in zip(self.parts, drafts, strict=True)]
+        if any(part.has_ring(draft) for part, draft in both):
+            for part, draft in both:
+                part.leave_to_ring(draft)
+        each = [part.need(draft) for part, draft in both]
         need = Need(*(max(column) for column in zip(*each, strict=True)))
-        both = list(zip(self.parts, drafts, strict=True))
         repeats = all(part.may_repeat(draft) for part, draft in both)
         repeats = repeats and self._ladder.choose_repeat(need.decodes) is not None
         steps = self.parts[0].decode_steps if repeats else 1

@@ -50,7 +50,10 @@ class Plan:
 
 
 class Need(NamedTuple):
-    """What a step's body must have room for: decodes, pieces, tokens of the widest piece."""
+    """What a step's body must have room for: decodes, pieces, tokens of the widest piece.
+
+    A piece wider than those of chunks takes a ring, where it is alone.
+    """
 
     decodes: int
     pieces: int

@@ -21,6 +21,7 @@ __all__ = ["Piece", "Plan", "Scheduler"]
 
 _MOVES_A_STEP = 64  # pages that come up or are parked in a step, so that others keep their pace
 _ALL = 1 << 30
+_LEAST_RING = 2  # a ring is for pieces wider than so many chunks
 # Of those that did not fit before, so many are tried in a step; the others, each as seldom.
 _BLOCKED_A_STEP = 8
 
@@ -89,7 +90,7 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             page_size=page_size,
             max_model_len=max_model_len,
-            step_tokens=min(max_num_batched_tokens, ladder.pieces * ladder.width),
+            step_tokens=min(max_num_batched_tokens, max(ladder.pieces * ladder.width, ladder.ring)),
             groups=groups,
             pool=pool,
             chunk=ladder.width,
@@ -354,6 +355,8 @@ class Scheduler:
         start, end = request.computed, request.target
         if self._rows.is_narrow(end):
             end = min(end, self._rows.page_end(start))
+        elif self._plan_ring(draft, request, start, end):
+            return
         while start < end and draft.tokens_left and draft.pieces_left:
             stop = min(end, start + min(self._ladder.width, draft.tokens_left))
             if self._pinned:
@@ -366,6 +369,37 @@ class Scheduler:
             draft.pieces_left -= 1
             draft.tokens_left -= stop - start
             start = stop
+
+    def _plan_ring(self, draft: Draft, request: Request, start: int, end: int) -> bool:
+        """Returns whether the next piece of `request` is one of a ring, alone in the step."""
+        stop = min(end, self._ring_end(start), start + draft.tokens_left)
+        if stop - start <= _LEAST_RING * self._ladder.width or draft.pieces:
+            return False
+        if self._reserve(draft, request, stop):
+            draft.pieces.append(make_piece(request, start, stop))
+            draft.tokens_left -= stop - start
+        draft.pieces_left = 0
+        return True
+
+    def _ring_end(self, start: int) -> int:
+        """Returns where a piece of a ring that begins at `start` ends at the latest.
+
+        The devices share out whole pages, from that of the first token on.
+        """
+        return start - start % self._page_size + self._ladder.ring
+
+    def has_ring(self, draft: Draft) -> bool:
+        """Returns whether the draft's piece is one of a ring."""
+        return self.need(draft).widest > self._ladder.width
+
+    def leave_to_ring(self, draft: Draft) -> None:
+        """Keeps of the pieces the first, and of that what a ring has room for.
+
+        To be called where another partition has a ring in this step.
+        """
+        for piece in draft.pieces[:1]:
+            stop = min(piece.stop, self._ring_end(piece.start))
+            draft.pieces = [make_piece(piece.request, piece.start, stop)]
 
     def _reserve(self, draft: Draft, request: Request, cells: int) -> bool:
         """Returns whether `request` has pages for `cells` cells, if need be by preempting."""

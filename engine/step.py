@@ -15,6 +15,7 @@ J pages a row, W cells a page, D width.
 """
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -51,8 +52,11 @@ from engine.sampling import (
 from engine.state import State
 from engine.vocabulary import columns
 from pallas_kernels.paged_attention import Rows, paged_attention
+from pallas_kernels.paged_attention.xla import by_kv_head, no_parts, output_of
 from pallas_kernels.pages import NULL_PAGE, write_cells
+from pallas_kernels.ring_attention import add_past, add_ring
 from sharding import ALONE, Axis, Rules
+from sharding.layouts import order_of, places_of
 
 
 class StepConfig(NamedTuple):
@@ -65,6 +69,7 @@ class StepConfig(NamedTuple):
     rules: Rules
     score_tokens: int  # tokens of the hidden rows that the score head reads
     forbidden: np.ndarray | None  # bool [ids of all devices]: those never sampled, or None
+    ring_layout: str = "striped"  # of sharding/layouts.py
 
     def axis(self, name: str) -> Axis:
         """Returns a mesh axis as the programs ask for it."""
@@ -93,6 +98,7 @@ class Tokens(NamedTuple):
     valid_T: jax.Array
     length_T: jax.Array  # the longest that each token's sequence gets
     rows_G: Rows  # with a leading group axis on tables and starts
+    offset: jax.Array | None = None  # of a ring: the place of the piece's first token in it
 
 
 def decode_tokens(group: Group, part: dict[str, jax.Array], state: State) -> Tokens:
@@ -126,6 +132,51 @@ def wide_tokens(group: Group, part: dict[str, jax.Array]) -> Tokens:
     return Tokens(*flat, cells_GT, valid_BT.reshape(-1), jnp.repeat(length_B, T), rows)
 
 
+def ring_tokens(group: Group, part: dict[str, jax.Array], cfg: StepConfig) -> Tokens:
+    """Returns this device's tokens of a piece whose tokens the sequence axis shares.
+
+    The piece stands in pages that all devices together have; queries of `rows_G` begin where the
+    first of them does.
+    """
+    assert group.rows == 1, "one piece has the ring for itself"
+    place_T, offset = ring_places(group, cfg)(cfg.axis("sequence").here()), ring_offset(part, cfg)
+    count = part["count_B"][0]
+    rows = Rows(part["table_GBJ"], part["cell_GB"] - offset, part["count_B"] + offset)
+    return Tokens(
+        part["token_BT"][0][place_T],
+        part["start_B"] - offset + place_T,
+        rows.start_B + place_T[None],
+        (place_T >= offset) & (place_T < offset + count),
+        jnp.broadcast_to(part["length_B"], place_T.shape),
+        rows,
+        offset,
+    )
+
+
+def ring_places(group: Group, cfg: StepConfig):
+    """Returns the function from a device of the ring to the places of its tokens."""
+    ways, page = cfg.axis("sequence").ways, cfg.layout.page_size
+    return partial(places_of, cfg.ring_layout, group.width, ways, page)
+
+
+def ring_offset(part: dict[str, jax.Array], cfg: StepConfig) -> jax.Array:
+    """Returns the place of a piece's first token in the pages that it stands in."""
+    return part["start_B"][0] % (cfg.layout.page_size * cfg.axis("sequence").ways)
+
+
+def valid_places(group: Group, part: dict[str, jax.Array], cfg: StepConfig) -> jax.Array:
+    """Returns bool [rows, width]: which places of a group of pieces have tokens."""
+    first = ring_offset(part, cfg) if group.kind == "ring" else jnp.int32(0)
+    place_BT = jnp.arange(group.width, dtype=jnp.int32)[None]
+    return (place_BT >= first) & (place_BT < first + part["count_B"][:, None])
+
+
+def own_tokens(group: Group, cfg: StepConfig) -> int:
+    """Returns how many tokens of a group this device has."""
+    count = group.rows * group.width
+    return count // cfg.axis("sequence").ways if group.kind == "ring" else count
+
+
 def page_of_cells(tokens: Tokens, group: Group, page_size: int, stripes: Axis) -> jax.Array:
     """Returns page_GT, the page that each token's KV is written to.
 
@@ -133,7 +184,7 @@ def page_of_cells(tokens: Tokens, group: Group, page_size: int, stripes: Axis) -
     table are dealt out in pages, as `paged_attention` has it.
     """
     index_GT = tokens.cell_GT // page_size
-    place_GBU = (index_GT // stripes.ways).reshape(-1, group.rows, group.width)
+    place_GBU = (index_GT // stripes.ways).reshape(len(index_GT), group.rows, -1)
     J = tokens.rows_G.table_BJ.shape[-1]
     page_GBU = jnp.take_along_axis(
         tokens.rows_G.table_BJ, jnp.clip(place_GBU, 0, J - 1), axis=2, mode="promise_in_bounds"
@@ -151,14 +202,23 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
     offset_GT = jnp.concatenate([t.cell_GT % W for t in parts], axis=1)
     tables = [t.rows_G for t in parts]
     layout = cfg.layout
+    counts = [own_tokens(group, cfg) for group in body]
+    offsets = [t.offset for t in parts]
 
     @jax.jit  # unrolled layers share one trace
     def store_and_attend(array, q_TNH, cell_TKC, sinks_N, page_T, offset_T, window, group_rows):
         array = write_cells(array, cell_TKC, page_T, offset_T)
         first, outputs = 0, []
-        for group, rows in zip(body, group_rows, strict=True):
-            count = group.rows * group.width
-            q_BUNH = q_TNH[first : first + count].reshape(group.rows, group.width, *q_TNH.shape[1:])
+        for group, rows, count, offset in zip(body, group_rows, counts, offsets, strict=True):
+            own = slice(first, first + count)
+            first += count
+            if offset is not None:
+                array, out_TNV = ring_attend(
+                    cfg, group, offset, array, q_TNH[own], cell_TKC[own], sinks_N, window, rows
+                )
+                outputs.append(out_TNV)
+                continue
+            q_BUNH = q_TNH[own].reshape(group.rows, group.width, *q_TNH.shape[1:])
             out_BUNV = paged_attention(
                 q_BUNH,
                 array,
@@ -171,7 +231,6 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
                 stripes=stripes,
             )
             outputs.append(out_BUNV.reshape(count, *out_BUNV.shape[2:]))
-            first += count
         return array, jnp.concatenate(outputs)
 
     def attend(pool, layer, heads):
@@ -193,6 +252,92 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
     return attend
 
 
+def ring_attend(
+    cfg: StepConfig,
+    group: Group,
+    offset: jax.Array,
+    array: jax.Array,
+    q_TNH: jax.Array,
+    cell_TKC: jax.Array,
+    sinks_N: jax.Array | None,
+    window: jax.Array,
+    rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (pages, out_TNV) of this device's tokens of a ring: among themselves, and over what
+    was stored before.
+
+    In layouts other than "striped" a token's page may be another device's: it is written there.
+    """
+    axis, W, layout = cfg.axis("sequence"), cfg.layout.page_size, cfg.layout
+    places = ring_places(group, cfg)
+    order_T = order_of(cfg.ring_layout, group.width, axis.ways, W)
+    if cfg.ring_layout != "striped":
+        array = write_run(array, axis.gather(cell_TKC, 0)[order_T], rows, offset, W, axis)
+    q_RWNH = q_TNH.reshape(-1, W, *q_TNH.shape[1:])
+    q_RKXH = by_kv_head(q_RWNH, cell_TKC.shape[1], cfg.model.attention_scale)
+    values, softcap = layout.values, cfg.model.attention_softcap
+    parts = no_parts(q_RKXH, W, values[1] - values[0], sinks_N)
+    parts = add_ring(
+        parts,
+        q_RKXH,
+        cell_TKC.astype(array.dtype),
+        places,
+        axis,
+        window,
+        softcap=softcap,
+        values=values,
+        first=offset,
+    )
+    end = rows.start_B[0] + offset
+
+    def with_past(parts):
+        return add_past(
+            parts,
+            q_TNH,
+            array,
+            rows,
+            order_T,
+            places(axis.here()),
+            axis,
+            window,
+            end=end,
+            scale=cfg.model.attention_scale,
+            softcap=softcap,
+            values=values,
+        )
+
+    parts = jax.lax.cond(end > 0, with_past, lambda parts: parts, parts)
+    out_RWNV = output_of(parts, W, q_TNH.dtype)
+    return array, out_RWNV.reshape(q_TNH.shape[0], *out_RWNV.shape[2:])
+
+
+def write_run(
+    array: jax.Array, cell_TKC: jax.Array, rows: Rows, offset: jax.Array, W: int, axis: Axis
+) -> jax.Array:
+    """Returns the pages with those cells of a run, in order, whose pages are this device's."""
+    place_T = jnp.arange(len(cell_TKC), dtype=jnp.int32)
+    index_T = (rows.start_B[0] + place_T) // W
+    own_T = (index_T % axis.ways == axis.here()) & (place_T >= offset)
+    own_T = own_T & (place_T < rows.count_B[0])
+    inside_T = jnp.clip(index_T // axis.ways, 0, rows.table_BJ.shape[1] - 1)
+    page_T = jnp.where(own_T, rows.table_BJ[0][inside_T], NULL_PAGE)
+    return write_cells(array, cell_TKC, page_T, place_T % W)
+
+
+def whole_runs(x_TD: jax.Array, body: tuple[Group, ...], cfg: StepConfig) -> jax.Array:
+    """Returns x_TD with all tokens of a ring, in order, on every device."""
+    axis, first, parts = cfg.axis("sequence"), 0, []
+    for group in body:
+        count = own_tokens(group, cfg)
+        part_TD = x_TD[first : first + count]
+        if group.kind == "ring":
+            order_T = order_of(cfg.ring_layout, group.width, axis.ways, cfg.layout.page_size)
+            part_TD = axis.gather(part_TD, 0)[order_T]
+        parts.append(part_TD)
+        first += count
+    return jnp.concatenate(parts)
+
+
 def advance(state: State, body: tuple[Group, ...], parts: list[dict[str, jax.Array]]) -> State:
     """Returns the state with row positions and settings as they are after this step's tokens."""
     for group, part in zip(body, parts, strict=True):
@@ -204,7 +349,7 @@ def advance(state: State, body: tuple[Group, ...], parts: list[dict[str, jax.Arr
                 position_R=state.position_R.at[row_B].add(step_B),
                 length_GR=state.length_GR.at[:, row_B].add(step_B[None]),
             )
-        elif group.kind == "chunk":
+        elif group.kind in ("chunk", "ring"):
             state = settle(state, part)
     null_row = state.finished_R.shape[0] - 1
     return dataclasses.replace(state, finished_R=state.finished_R.at[null_row].set(True))
@@ -226,7 +371,7 @@ def settle(state: State, part: dict[str, jax.Array]) -> State:
 
 
 def mark_broken(
-    state: State, x_TD: jax.Array, body: tuple[Group, ...], parts: list[Tokens], fields
+    state: State, x_TD: jax.Array, body: tuple[Group, ...], fields, cfg: StepConfig
 ) -> tuple[State, jax.Array]:
     """Returns (state, x_TD), with no finite row left of a prompt that had one that is not.
 
@@ -234,11 +379,12 @@ def mark_broken(
     """
     bad_T = ~jnp.isfinite(x_TD.astype(jnp.float32).sum(axis=-1))
     broken_R, first = state.broken_R, 0
-    for group, tokens, part in zip(body, parts, fields, strict=True):
+    for group, part in zip(body, fields, strict=True):
         count = group.rows * group.width
-        if group.kind == "chunk":
+        if group.kind in ("chunk", "ring"):
             span, row_B = slice(first, first + count), part["row_B"]
-            bad_B = (bad_T[span] & tokens.valid_T).reshape(group.rows, group.width).any(axis=1)
+            bad_BT = bad_T[span].reshape(group.rows, group.width)
+            bad_B = (bad_BT & valid_places(group, part, cfg)).any(axis=1)
             fresh_B = jnp.where(part["fresh_B"] > 0, row_B, broken_R.shape[0] - 1)
             broken_R = broken_R.at[fresh_B].set(False).at[row_B].max(bad_B)
             broken_T = jnp.repeat(broken_R[row_B], group.width)
@@ -248,15 +394,19 @@ def mark_broken(
     return dataclasses.replace(state, broken_R=broken_R), x_TD
 
 
+def tokens_of(group: Group, part: dict[str, jax.Array], state: State, cfg: StepConfig) -> Tokens:
+    """Returns this device's tokens of a row group."""
+    if group.kind == "decode":
+        return decode_tokens(group, part, state)
+    return ring_tokens(group, part, cfg) if group.kind == "ring" else wide_tokens(group, part)
+
+
 def run_body(
     params: Params, state: State, packed: jax.Array, *, cfg: StepConfig, body: tuple[Group, ...]
 ) -> tuple[State, Hidden]:
     """Returns (state, hidden rows) after the tokens of all row groups of `body`."""
     *fields, sampled = cfg.shape.unpack(body, packed)
-    parts = [
-        decode_tokens(group, part, state) if group.kind == "decode" else wide_tokens(group, part)
-        for group, part in zip(body, fields, strict=True)
-    ]
+    parts = [tokens_of(group, part, state, cfg) for group, part in zip(body, fields, strict=True)]
     token_T = jnp.concatenate([part.token_T for part in parts])
     position_T = jnp.concatenate([part.position_T for part in parts])
     x_TD, pool = run_layers(
@@ -272,7 +422,8 @@ def run_body(
         cache=state.pool,
         data=layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer),
     )
-    state, x_TD = mark_broken(state, final_norm(params, cfg.model, x_TD), body, parts, fields)
+    x_TD = whole_runs(final_norm(params, cfg.model, x_TD), body, cfg)
+    state, x_TD = mark_broken(state, x_TD, body, fields, cfg)
     prompt_CD, broken_B, first = None, None, 0
     for group, part in zip(body, fields, strict=True):
         count = group.rows * group.width

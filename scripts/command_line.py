@@ -21,6 +21,7 @@ ENGINE_OPTIONS = (
     "page_size",
     "num_pages",
     "mesh",
+    "ring_layout",
     "memory_fraction",
     "prefix_cache",
     "host_cache_gb",
@@ -76,6 +77,8 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     integer("num_pages", "Pages of the KV pool.")
     text = 'Devices by what is split over them, such as "tensor=4".'
     flags.DEFINE_string("mesh", None, text, flag_values=values)
+    text = "Tokens of each device of a sequence axis: striped, contiguous or zig-zag."
+    flags.DEFINE_string("ring_layout", None, text, flag_values=values)
     flags.DEFINE_float("memory_fraction", None, "Share of the memory to use.", flag_values=values)
     define_cache_flags(values)
     flags.DEFINE_bool(

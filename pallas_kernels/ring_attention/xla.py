@@ -14,10 +14,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.rows import Rows
 from pallas_kernels.paged_attention.xla import (
     Parts,
     accumulate,
+    add_pages,
     by_kv_head,
+    joined,
+    merged,
     no_parts,
     output_of,
 )
@@ -88,6 +92,54 @@ def add_ring(
     if last:
         parts, cell_TKC = jax.lax.fori_loop(0, last, one, (parts, cell_TKC))
     return add(last, parts, cell_TKC)
+
+
+def add_past(
+    parts: Parts,
+    q_TNH: jax.Array,
+    pool: jax.Array,
+    rows: Rows,
+    order_T: jax.Array,
+    place_T: jax.Array,
+    axis: Axis,
+    window: jax.Array | int,
+    *,
+    end: jax.Array,
+    scale: float,
+    softcap: float | None,
+    values: tuple[int, int],
+) -> Parts:
+    """Returns the parts with those of cells before `end`, which are in the devices' pages.
+
+    Every device looks into its own pages for all queries of the run, `order_T` of which brings them
+    into order; `place_T` are its own. `rows` is one row whose queries begin where the run does.
+    """
+    R, K, X, V = parts.sum_BKXV.shape
+    q_1TNH = axis.gather(q_TNH, 0)[order_T][None]
+    q_1KXH = by_kv_head(q_1TNH, K, scale)
+    C = len(order_T)
+    past = add_pages(
+        no_parts(q_1KXH, C, V, None),
+        q_1KXH,
+        pool,
+        rows,
+        window,
+        T=C,
+        softcap=softcap,
+        values=values,
+        stripes=axis,
+        end_B=end[None],
+    )
+    past = merged(past, axis)
+
+    def own(part_1KX):
+        """Of this device's queries, in its blocks."""
+        rest = part_1KX.shape[3:]
+        part_KGT = part_1KX.reshape(K, -1, C, *rest)[:, :, place_T]
+        part_KGRW = part_KGT.reshape(K, part_KGT.shape[1], R, -1, *rest)
+        return jnp.moveaxis(part_KGRW, 2, 0).reshape(R, K, X, *rest)
+
+    return joined(parts, Parts(*(own(part) for part in past)))
 
 
 def blocks_seen(
