@@ -19,7 +19,7 @@ from engine.models.tree import parameter_specs
 from engine.pages import PagePool
 from engine.rows import Rows
 from pallas_kernels.pages import page_bytes
-from sharding import RULES, Spec
+from sharding import RULES, Axes, Spec
 
 # Of the usable memory: a pool of this share is useful, whatever the requests.
 USEFUL_SHARE = 0.25
@@ -116,17 +116,18 @@ def active_parameters(shape: Shape) -> int:
     return round(sum(shares))
 
 
-def shards(spec: Spec, parallel: Parallel) -> int:
-    """Returns the chips that a parameter is split over; on all others it is repeated."""
+def shards(axes: Axes, parallel: Parallel) -> int:
+    """Returns the chips that an array of such axes is split over; on all others it is repeated."""
     sizes = parallel._asdict()
-    return math.prod(sizes[name] for axis in spec.axes for name in RULES.mesh_axes(axis))
+    return math.prod(sizes.get(name, 1) for axis in axes for name in RULES.mesh_axes(axis))
 
 
 def weight_bytes(shape: Shape, parallel: Parallel | None = None) -> int:
     """Returns the bytes of the weights on one chip."""
     parallel = parallel or Parallel()
     return sum(
-        -(-size(spec) // shards(spec, parallel)) * spec.dtype.itemsize for _, spec in shape.specs
+        -(-size(spec) // shards(spec.axes, parallel)) * spec.dtype.itemsize
+        for _, spec in shape.specs
     )
 
 
@@ -163,7 +164,7 @@ def request_pages(shape: Shape) -> int:
 def room(shape: Shape, usable_bytes: int, parallel: Parallel) -> Room:
     """Returns what a layout leaves on chips with `usable_bytes` each; nothing may be left."""
     weights = weight_bytes(shape, parallel)
-    page = shape.layout.page_bytes // shards(shape.layout.page_spec(), parallel)
+    page = shape.layout.page_bytes // shards((shape.layout.heads_axis,), parallel)
     pages = max(0, usable_bytes - weights) // page
     needed = request_pages(shape)
     batch = max(0, pages - 1) // needed * parallel.replicas  # page 0 is reserved

@@ -69,13 +69,13 @@ def step(shape: Shape, parallel: Parallel, chip: Chip, work: Work) -> Step:
     weights = 0.0
     for name, spec in shape.specs:
         seen = shared if "experts" in spec.axes else tokens
-        part = size(spec) / shards(spec, parallel)
+        part = size(spec) / shards(spec.axes, parallel)
         if is_matrix(name, spec):
             # Only a row's last token meets the head.
             used = rows if name in ("head", "embedding") else seen
             flops += 2 * part * used * used_share(name, spec, shape.config)
         weights += part * spec.dtype.itemsize * read_share(name, spec, shape.config, seen)
-    kv = rows * kv_bytes(shape, work) / shards(shape.layout.pool_spec(1), parallel)
+    kv = rows * kv_bytes(shape, work) / shards((shape.layout.heads_axis,), parallel)
     links = link_bytes(shape, parallel, tokens)
     return Step(
         work.requests * work.width,

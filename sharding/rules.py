@@ -50,7 +50,7 @@ class Rules:
         used = [name for names in mapped for name in names]
         if twice := [name for name in used if used.count(name) > 1]:
             raise ValueError(
-                f"axes {axes} map to {mapped}, which use mesh axis {twice[0]!r} twice; "
+                f"axes {axes} map to {mapped}, which uses mesh axis {twice[0]!r} twice; "
                 "replicate one of them in Rules"
             )
         single = [names[0] if len(names) == 1 else names or None for names in mapped]

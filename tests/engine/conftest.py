@@ -157,14 +157,14 @@ def run(llm: LLM, engine: Engine, jobs, check=None, most_steps=5000):
 
 def watch_plans(engine: Engine) -> list[Plan]:
     """Returns a list that every plan of `engine` is added to."""
-    plans, schedule = [], engine.scheduler.schedule
+    plans, schedule = [], engine.partitions.schedule
 
     def watched():
-        plan = schedule()
-        plans.extend([plan] if plan is not None else [])
-        return plan
+        step = schedule()
+        plans.extend(plan for _, plan in step.some) if step is not None else None
+        return step
 
-    engine.scheduler.schedule = watched
+    engine.partitions.schedule = watched
     return plans
 
 

@@ -25,13 +25,13 @@ def begun(llm, steps=1, prompt=PROMPT, count=30):
 
 def interrupt_once(monkeypatch, engine, error=KeyboardInterrupt):
     """Has the next step of an engine end with an error before it is planned."""
-    schedule = engine.scheduler.schedule
+    schedule = engine.partitions.schedule
 
     def interrupted():
-        monkeypatch.setattr(engine.scheduler, "schedule", schedule)
+        monkeypatch.setattr(engine.partitions, "schedule", schedule)
         raise error
 
-    monkeypatch.setattr(engine.scheduler, "schedule", interrupted)
+    monkeypatch.setattr(engine.partitions, "schedule", interrupted)
 
 
 def finish(engine):
@@ -143,12 +143,12 @@ def test_clearing_gives_the_hosts_memory_back(tmp_path):
         llm.generate([PROMPT], greedy(2))
         llm.engine.scheduler.cache.kept.make_room(llm.built.factory.num_pages - 1)
         llm.generate([[5]], greedy(2))
-        assert llm.engine._mover._slots
+        assert llm.engine._movers[0]._slots
         stats = llm.cache.stats()
         page_bytes = llm.built.factory.cfg.layout.page_bytes
         assert stats["host_in_bytes"] == stats["host_in_pages"] * page_bytes > 0
         llm.cache.clear()
-        assert not llm.engine._mover._slots and llm.cache.stats()["nodes"] == 0
+        assert not llm.engine._movers[0]._slots and llm.cache.stats()["nodes"] == 0
         assert said(llm.generate([PROMPT], greedy(2))) == [plain("llama", PROMPT, 2)]
 
 

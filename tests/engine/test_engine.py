@@ -287,7 +287,8 @@ def test_stream_equals_generate(tiny):
 
 
 def test_metrics_and_logprobs_of_a_result(tiny):
-    [output] = tiny.generate([[5, 6, 7]], greedy(6, logprobs=0))
+    params = greedy(6, logprobs=0, cache_salt="metrics")
+    [output] = tiny.generate([[5, 6, 7]], params)
     metrics, completion = output.metrics, output.outputs[0]
     assert len(metrics.itl_s) == 5 and metrics.preemptions == 0 and metrics.cached_tokens == 0
     assert 0 <= metrics.queue_s <= metrics.ttft_s <= metrics.e2e_s

@@ -13,6 +13,7 @@ from engine.build import abstract_parameters
 from engine.kv import kv_layout
 from engine.models.config import ModelConfig, Rope
 from engine.models.oracle import forward_jit
+from engine.models.split import device_config, split_config
 from engine.models.tree import parameter_specs
 from engine.programs import ProgramFactory
 from engine.step import StepConfig
@@ -57,10 +58,11 @@ class Steps:
     def __init__(self, config, *, stacked=False, tensor=1, bodies=(), num_pages=NUM_PAGES):
         dtype = np.dtype(np.float32)
         mesh = make_mesh(jax.local_devices()[:tensor], tensor=tensor)
-        self.layout = kv_layout(config, W, dtype)
+        part = device_config(split_config(config, tensor), tensor)
+        self.layout = kv_layout(part, W, dtype)
         self.shape = BatchShape(len(self.layout.groups), PAGES_A_ROW, ROWS)
         self.config = config
-        cfg = StepConfig(config, self.layout, self.shape, mesh, RULES, 96, None)
+        cfg = StepConfig(part, self.layout, self.shape, mesh, RULES, 96, None)
         abstract = abstract_parameters(config, mesh, RULES, dtype, stacked=stacked)
         factory = ProgramFactory(cfg, abstract, num_pages, stacked=stacked)
         self.plain = random_parameters(config, stacked=False)

@@ -32,8 +32,10 @@ def test_tensor_parallel_splits_heads_ffn_and_vocabulary(axes, expected):
 def test_a_mesh_axis_used_twice_is_named():
     with pytest.raises(ValueError, match="which uses mesh axis 'tensor' twice; replicate one"):
         RULES.partition(("query_heads", None, "ffn"))
-    rules = Rules({"query_heads": "tensor", "ffn": "data"})
-    assert rules.partition(("query_heads", None, "ffn")) == PartitionSpec("tensor", None, "data")
+    rules = Rules({"query_heads": ("tensor",), "ffn": ("data", "expert")})
+    assert rules.partition(("query_heads", None, "ffn")) == PartitionSpec(
+        "tensor", None, ("data", "expert")
+    )
 
 
 def test_an_axis_that_is_not_divisible_is_named():

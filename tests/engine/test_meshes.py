@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines on meshes of virtual devices say what an engine on one device says.
+
+With the cache of prefixes, chunked prompts and, where a partition has several requests, pools so
+small that some are preempted.
+"""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from engine.buckets import Group
+from engine.build import engine_mesh
+from engine.kv import kv_layout
+from engine.loading import read_config
+from sharding import RULES, parse_mesh
+from tests.engine.conftest import GOLDEN, greedy, open_on_demand
+
+ROWS, BUDGET, PAGE = 4, 128, 16
+LENGTHS = (5, 40, 200, 100, 130, 17, 60, 150)
+LONGEST = 240  # cells of the longest request
+
+
+def prompts():
+    rng = np.random.default_rng(0)
+    begin = rng.integers(3, 250, size=50).tolist()
+    tails = [rng.integers(3, 250, size=length).tolist() for length in LENGTHS]
+    return [begin + tail if index % 2 else tail for index, tail in enumerate(tails)]
+
+
+def open_mesh(arch, mesh, *, tight=False, **options):
+    """Returns an engine of few programs; a `tight` pool has room for little but the longest."""
+    host_page = PAGE * parse_mesh(mesh).get("sequence", 1)
+    path = GOLDEN / "tiny" / arch
+    groups = len(kv_layout(read_config(path), PAGE, np.dtype(np.float32)).groups)
+    pages = 1 + groups * (1 + -(-LONGEST // host_page) * (1 if tight else 4))
+    llm = open_on_demand(
+        path,
+        mesh=mesh,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=256,
+        num_pages=pages,
+        **options,
+    )
+    ladder, decodes = llm.built.ladder, Group("decode", ROWS, 1)
+    first = [Group("chunk", 4, 32)] + ([Group("ring", 1, ladder.ring)] if ladder.ring else [])
+    ladder.bodies = ((decodes,), *((group, decodes) for group in first))
+    ladder.__dict__.pop("_by_size", None)
+    return llm
+
+
+def outputs(llm):
+    """Returns [(tokens, log-probabilities)] of all prompts, two times over, and what was cached."""
+    jobs, results, cached = prompts(), [], 0
+    for _ in range(2):
+        for output in llm.generate(jobs, greedy(40, logprobs=0)):
+            [one] = output.outputs
+            logprobs = [
+                entry[token] for entry, token in zip(one.logprobs, one.token_ids, strict=True)
+            ]
+            results.append((one.token_ids, [getattr(x, "logprob", x) for x in logprobs]))
+            cached += output.metrics.cached_tokens
+    return results, cached
+
+
+@functools.cache
+def alone(arch):
+    return outputs(open_mesh(arch, ""))[0]
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [
+    ("llama", "tensor=2", {"tight": True}),
+    slow("llama", "tensor=4", {}),
+    slow("llama", "tensor=8", {}),
+    slow("gemma3", "tensor=4", {}),
+    slow("olmo2", "tensor=8", {}),
+    ("gpt_oss", "tensor=8", {}),
+    slow("deepseek_v3", "tensor=4", {}),
+    slow("llama", "data=2", {"tight": True}),
+    ("llama", "data=2,tensor=4", {"tight": True}),
+    slow("mixtral", "expert=4", {}),
+    ("mixtral", "expert=4,tensor=2", {}),
+    slow("qwen3_moe", "expert=8", {}),
+    ("deepseek_v3", "expert=8", {}),
+    slow("deepseek_v3", "data=2,expert=4", {}),
+    slow("deepseek_v3", "sequence=4", {}),
+    ("gpt_oss", "sequence=4,tensor=2", {"ring_layout": "zig-zag"}),
+    *(slow("llama", f"sequence={ways}", {}) for ways in (2, 4)),
+    ("llama", "sequence=8", {}),
+    *(slow("gpt_oss", f"sequence={ways}", {"ring_layout": "contiguous"}) for ways in (2, 4, 8)),
+    *(slow("gpt_oss", f"sequence={ways}", {"ring_layout": "zig-zag"}) for ways in (2, 4)),
+    slow("gemma2", "sequence=2,data=2", {}),
+]
+
+
+@pytest.mark.parametrize("arch, mesh, options", CASES)
+def test_a_mesh_says_what_one_device_says(arch, mesh, options):
+    llm = open_mesh(arch, mesh, **options)
+    results, cached = outputs(llm)
+    for (tokens, logprobs), (expected, logprobs_alone) in zip(results, alone(arch), strict=True):
+        assert tokens == expected
+        np.testing.assert_allclose(logprobs, logprobs_alone, atol=1e-4, rtol=0)
+    stats = llm.engine.stats()
+    assert cached > 0
+    partitions = llm.engine.partitions.parts
+    if options.get("tight"):
+        assert stats["preemptions"] > 0
+    for part in partitions:
+        part.cache.check()
+        assert part.stats()["steps"] > 0
+    if "sequence" in mesh:
+        rings = [key for key in llm.engine.programs._ready if "ring" in str(key)]
+        assert rings, "no piece was shared out"
+
+
+def test_kv_heads_that_cannot_be_shared_out_are_refused_with_both_numbers():
+    """CASES P-01: before any weight is read."""
+    with pytest.raises(ValueError, match=r"2 KV heads cannot be shared out over tensor=3: neither"):
+        open_mesh("llama", "tensor=3")
+    with pytest.raises(ValueError, match=r"4 heads of latent attention cannot .* over tensor=8"):
+        open_mesh("deepseek_v3", "tensor=8")
+    with pytest.raises(ValueError, match=r"expert=3 does not divide 4 experts"):
+        open_mesh("mixtral", "expert=3")
+    with pytest.raises(ValueError, match=r"expert=2 does not divide no experts"):
+        open_mesh("llama", "expert=2")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("tensor", "'tensor' is not an axis and its size"),
+        ("tensors=2", "'tensors=2' is not an axis and its size; write such as"),
+        ("tensor=0", "'tensor=0' is not"),
+        ("tensor=2,tensor=4", "'tensor=4' is not an axis and its size.*at most once"),
+        ("tensor=16", "needs 16 devices, 8 are there"),
+        ("pipe=2", "does not split over 'pipe' yet"),
+    ],
+)
+def test_a_wrong_mesh_is_one_error(text, message):
+    with pytest.raises(ValueError, match=message):
+        engine_mesh(text)
+
+
+def test_a_mesh_of_spaces_and_ones():
+    assert parse_mesh(" data=1, tensor = 2 ,") == {"data": 1, "tensor": 2}
+    assert engine_mesh("").size == 1 and engine_mesh("tensor=1").size == 1
+
+
+COLLECTIVE = re.compile(
+    r" = \(?(\w+)\[([\d,]*)\][^=]* (all-reduce|all-gather|all-to-all|reduce-scatter|"
+    r"collective-permute)(?:-start)?\("
+)
+
+
+def collectives(llm, key):
+    """Returns [(kind, elements)] of a program's code."""
+    text = llm.engine.programs[key].as_text()
+    return [
+        (kind, int(np.prod([int(n) for n in dims.split(",") if n] or [1])))
+        for _, dims, kind in COLLECTIVE.findall(text)
+    ]
+
+
+def test_tensor_parallel_decodes_reduce_twice_a_layer():
+    """And once for the embedding; heads move a few numbers a row, never all logits."""
+    llm = open_mesh("llama", "tensor=4")
+    body = collectives(llm, (Group("decode", ROWS, 1),))
+    layers = llm.model_config.num_layers
+    assert [kind for kind, _ in body] == ["all-reduce"] * (2 * layers + 1)
+    assert {size for _, size in body} == {ROWS * llm.model_config.width}
+    for head in llm.built.ladder.heads():
+        sizes = [size for _, size in collectives(llm, head)]
+        assert sizes and max(sizes) <= head.rows * 4 * 64 < head.rows * llm.model_config.vocab_size
+
+
+def test_expert_parallel_layers_exchange_twice():
+    llm = open_mesh("mixtral", "expert=4")
+    kinds = [kind for kind, _ in collectives(llm, (Group("decode", ROWS, 1),))]
+    assert kinds.count("all-to-all") == 2 * llm.model_config.num_layers
+    assert "all-reduce" not in kinds
+
+
+def test_donated_pages_are_not_copied_on_a_mesh():
+    llm = open_mesh("llama", "data=2,tensor=4")
+    memory = llm.engine.programs[(Group("decode", ROWS, 1),)].memory_analysis()
+    factory = llm.built.factory
+    assert memory.alias_size_in_bytes >= factory.num_pages * factory.cfg.layout.page_bytes
+
+
+def test_the_rules_name_axes_of_the_mesh():
+    axes = {name for names in RULES.table.values() for name in names}
+    assert axes <= {"data", "pipe", "sequence", "expert", "tensor"}
