@@ -26,15 +26,19 @@ _MOST_NAMES_SHOWN = 4
 READERS = min(4, os.cpu_count() or 1)
 
 
+# Of the names of a stack: a place that no tensor fills, which is zeros.
+NO_TENSOR = ""
+
+
 class Source(NamedTuple):
     """Where a parameter comes from.
 
-    `names` is one tensor, or the tensors that are stacked on `stack` new leading axes: of layers,
-    of experts, or of both. With `rows` it is rows [start, stop) of each tensor, all of whose rows
-    must belong to some parameter; with a `share`, others may read the whole tensor too. `transform`
-    is applied to each tensor before stacking; it must be a function of the array alone, whose
-    result's shape depends on the shape only. Share one function object among like sources: its
-    shape is then worked out once.
+    `names` is one tensor, or the tensors that are stacked on `stack` new leading axes: of
+    layers, of experts, or of both; NO_TENSOR among them is a place of zeros. With `rows` it is
+    rows [start, stop) of each tensor, all of whose rows must belong to some parameter; with a
+    `share`, others may read the whole tensor too. `transform` is applied to each tensor before
+    stacking; it must be a function of the array alone, whose result's shape depends on the
+    shape only. Share one function object among like sources: its shape is then worked out once.
     """
 
     names: tuple[str, ...]
@@ -100,7 +104,7 @@ def check_parameters(
     for path, source in sources.items():
         if len(source.names) != 1 and not source.stack:
             raise ValueError(f"parameter {path}: {len(source.names)} tensors, but no stack")
-        for name in source.names:
+        for name in filter(None, source.names):
             key = (name, source.rows, source.share)
             if key in used_by:
                 raise ValueError(
@@ -155,7 +159,7 @@ def _check_shape(
             f"parameter {path} of shape {target.shape} is stacked from {len(source.names)} tensors"
         )
     needed = tuple(target.shape[source.stack :])
-    for name in source.names:
+    for name in filter(None, source.names):
         stored = checkpoint.tensors[name].shape
         if source.rows is not None:
             stored = (source.rows[1] - source.rows[0], *stored[1:])
@@ -204,6 +208,8 @@ def read_parameters(
     [names] = {source.names for source in sources.values()}
     parameters: dict[str, np.ndarray] = {}
     for index, name in enumerate(names):
+        if name == NO_TENSOR:
+            continue
         tensor = checkpoint.read(name)
         for path, source in sources.items():
             array = _part(tensor, source)
@@ -215,6 +221,8 @@ def read_parameters(
                 continue
             if path not in parameters:
                 parameters[path] = aligned_empty(target.shape, target.dtype)
+                if NO_TENSOR in names:
+                    parameters[path][...] = 0
             places = parameters[path].reshape(len(names), *target.shape[source.stack :])
             if array.shape != places.shape[1:]:
                 raise ValueError(f"tensor {name!r} came as {array.shape} for parameter {path}")

@@ -56,12 +56,24 @@ def _spread(most: int, count: int) -> tuple[int, ...]:
     return tuple(rows[(2 * i * last + steps) // (2 * steps)] for i in range(count))
 
 
+def _even(body: Body, multiple: int) -> Body:
+    """Returns a body whose groups have rows for so many equal parts; a ring's one piece stays."""
+    return tuple(
+        group
+        if group.kind == "ring"
+        else group._replace(rows=-(-group.rows // multiple) * multiple)
+        for group in body
+    )
+
+
 class Ladder:
     """All bodies and heads of an engine.
 
     With `pinned` there is one body of decodes, one of chunks, and one size of heads: what a row
     computes never depends on its company. With `repeats`, bodies of decodes also run several steps
     in one dispatch, and there are fewer mixed bodies.
+
+    Groups' rows are a multiple of `multiple`, so that the stages of a pipeline have parts of them.
 
     With `ring`, a step may have one piece of up to so many tokens instead of others, whose tokens
     the devices of the sequence axis share.
@@ -79,6 +91,7 @@ class Ladder:
         pinned: bool = False,
         repeats: bool = False,
         ring: int = 0,
+        multiple: int = 1,
     ):
         self.ring = ring
         budget = max_num_batched_tokens
@@ -114,6 +127,8 @@ class Ladder:
         self.bodies = _unique([*bodies, *large[:room]])
         if repeats:
             self.repeats = tuple((Group("decode", rows, 1),) for rows in self.head_rows)
+        self.bodies = _unique(_even(body, multiple) for body in self.bodies)
+        self.repeats = _unique(_even(body, multiple) for body in self.repeats)
         count = len(self.bodies) + len(self.repeats)
         assert count <= MAX_BODIES, f"{count} bodies, over {MAX_BODIES}"
 

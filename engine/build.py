@@ -97,21 +97,23 @@ def build_engine(config: EngineConfig) -> Built:
     mesh = engine_mesh(config.mesh)
     ways = mesh.shape["tensor"]
     split = split_config(model.config, ways)
-    part = device_config(split, ways, mesh.shape["expert"])
-    layout = kv_layout(part, page_size, dtype)
+    stages = mesh.shape["pipe"]
+    part = device_config(split, ways, mesh.shape["expert"], stages)
+    layout = kv_layout(part, page_size, dtype, stages)
     ladder = Ladder(
         config.max_num_seqs,
         config.max_num_batched_tokens,
         pinned=config.deterministic,
         repeats=config.decode_steps > 1,
         ring=ring_width(config, page_size, mesh),
+        multiple=stages,
     )
     widest = max(group.rows * group.width for body in ladder.bodies for group in body)
     # A page of a request is dealt out over the sequence axis: the host sees it as one.
     host_page = page_size * mesh.shape["sequence"]
     places_a_row = -(-max_model_len // host_page)
     shape = BatchShape(len(layout.groups), places_a_row, config.max_num_seqs, host_page)
-    stacked = platform != "cpu"
+    stacked = platform != "cpu" or stages > 1
     # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
     check_model(model, mesh, RULES, dtype, stacked=stacked)
     forbidden = forbidden_ids(model, split.vocab_size)
@@ -140,7 +142,7 @@ def build_engine(config: EngineConfig) -> Built:
     lower = tier_sizes(config, array_bytes(factory.slot()))
     if config.disk_cache_dir is not None:
         make_disk_folder(Path(config.disk_cache_dir), store.resolve(config.model))
-    whole = kv_layout(split, page_size, dtype)
+    whole = kv_layout(split, page_size, dtype, stages)
     fingerprint = cached_fingerprint(config, model, whole, (ladder.bodies, mesh.shape))
     places = page_places(mesh, RULES, factory.slot())
     disks: list[DiskCache | None] = [None] * len(places)
@@ -201,7 +203,7 @@ def build_engine(config: EngineConfig) -> Built:
         programs=programs,
         store=programs_store,
         params=weights,
-        model_config=split,
+        model_config=dataclasses.replace(split, stages=stages),
         make_schedulers=make_schedulers,
         ladder=ladder,
         shape=shape,
@@ -300,23 +302,12 @@ def cached_fingerprint(
     return fingerprint
 
 
-# Axes that the engine splits over so far.
-BUILT_AXES = ("data", "sequence", "expert", "tensor")
-
-
 def engine_mesh(text: str) -> Mesh:
     """Returns the mesh that `EngineConfig.mesh` asks for, of this process's devices.
 
-    Raises ValueError when there are too few of them, or it splits over an axis that the engine
-    does not.
+    Raises ValueError when there are too few of them.
     """
     sizes = parse_mesh(text)
-    for axis, size in sizes.items():
-        if size > 1 and axis not in BUILT_AXES:
-            raise ValueError(
-                f"mesh={text!r}: the engine does not split over {axis!r} yet; it does over "
-                f"{', '.join(BUILT_AXES)}"
-            )
     count, there = math.prod(sizes.values()), len(jax.local_devices())
     if count > there:
         raise ValueError(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.models.config import ModelConfig
+from engine.models.stages import stage_layers
 from engine.pages import PageGroup
 from pallas_kernels.pages import page_bytes, page_shape
 from sharding import Spec
@@ -27,8 +28,8 @@ Pool = Any  # tuple of arrays, or one array: see above
 class KVLayout:
     """Which group and place each layer's KV lives in, and how big a page is.
 
-    `group_of_layer[l]` and `place_of_layer[l]` are unique together; `places` is the size that all
-    groups are padded to (the last group of a kind may leave places unused).
+    `group_of_layer[l]` and `place_of_layer[l]` are unique together on a device; `places` is the
+    size that all groups are padded to (the last group of a kind may leave places unused).
     """
 
     groups: tuple[PageGroup, ...]
@@ -52,9 +53,10 @@ class KVLayout:
         return "kv_heads" if self.values[0] > 0 else None
 
     def page_spec(self) -> Spec:
-        """Returns the spec of one page by itself, all places together, one of each partition."""
+        """Returns the spec of one page by itself, all places together, one of each device."""
         shape = page_shape(self.kv_heads, self.page_size, self.cell_width)
-        return Spec((self.places, *shape), ("pages", self.heads_axis, None, None), self.dtype)
+        axes = ("page_parts", self.heads_axis, None, None)
+        return Spec((self.places, *shape), axes, self.dtype)
 
     def pool_spec(self, num_pages: int) -> Spec:
         """Returns the spec of one place of the pool."""
@@ -62,8 +64,12 @@ class KVLayout:
         return Spec(shape, ("pages", self.heads_axis, None, None), self.dtype)
 
 
-def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype) -> KVLayout:
-    """Returns the page groups of `config`: as many places as the rarest KV kind has layers."""
+def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype, stages: int = 1) -> KVLayout:
+    """Returns the page groups of `config`: as many places as the rarest KV kind has layers.
+
+    With several `stages` a page's places are shared out over the devices that have the layers, and
+    those of the layout are the most that one has.
+    """
     kinds: dict[int | None, list[int]] = {window: [] for window in config.windows}
     for layer, window in enumerate(config.windows):
         kinds[window].append(layer)
@@ -75,6 +81,11 @@ def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype) -> KVLayout:
             for place, layer in enumerate(layers[first : first + places]):
                 where[layer] = (len(groups), place)
             groups.append(PageGroup(window=window))
+    for stage in stage_layers(config.num_layers, stages) if stages > 1 else ():
+        for group in range(len(groups)):
+            layers = [layer for layer in stage if where[layer][0] == group]
+            where |= {layer: (group, place) for place, layer in enumerate(layers)}
+    places = 1 + max(place for _, place in where.values())
     H, latent = config.head_width, config.latent
     values = (H, 2 * H) if latent is None else (0, latent.rank)
     return KVLayout(

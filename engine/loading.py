@@ -16,7 +16,14 @@ from jax.sharding import Mesh
 from checkpoints import open_checkpoint
 from checkpoints.checkpoint import DTYPES, Checkpoint
 from checkpoints.folder import CONFIG, read_json
-from checkpoints.load import Source, Target, check_parameters, load_parameters, warn_of_unused
+from checkpoints.load import (
+    NO_TENSOR,
+    Source,
+    Target,
+    check_parameters,
+    load_parameters,
+    warn_of_unused,
+)
 from checkpoints.tokenizer import Tokenizer
 from engine.log import logger
 from engine.models import FAMILIES
@@ -24,6 +31,7 @@ from engine.models.config import ModelConfig
 from engine.models.family import Entry, Family, Names
 from engine.models.rope_keys import with_factors
 from engine.models.split import after, arrangement, split_config
+from engine.models.stages import stacked_layers
 from engine.models.tree import parameter_specs
 from engine.models.values import ids
 from engine.params import SamplingParams
@@ -322,8 +330,9 @@ def parameter_tables(
     ways = rules.ways(mesh, "kv_heads")
     names = model.family.names(model.checkpoint.kind, model.config)
     is_spec = lambda leaf: isinstance(leaf, Spec)  # noqa: E731
-    stored = parameter_specs(model.config, dtype, stacked=stacked)
-    specs = parameter_specs(split_config(model.config, ways), dtype, stacked=stacked)
+    form = dict(stacked=stacked, stages=mesh.shape["pipe"])
+    stored = parameter_specs(model.config, dtype, **form)
+    specs = parameter_specs(split_config(model.config, ways), dtype, **form)
     paths, treedef = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
     arranged = {
         path: arrangement(spec, was, model.config, ways)
@@ -333,22 +342,29 @@ def parameter_tables(
     targets: dict[str, Target] = {}
     for path, spec in paths:
         name = jax.tree_util.keystr(path)
-        source = source_of(path, names, model.config, stacked)
+        source = source_of(path, names, model.config, stacked, mesh.shape["pipe"])
         sources[name] = source._replace(transform=after(source.transform, arranged[path]))
         targets[name] = Target(spec.shape, spec.dtype, rules.sharding(mesh, spec))
     return sources, targets, treedef
 
 
-def source_of(path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool) -> Source:
+def source_of(
+    path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool, stages: int = 1
+) -> Source:
     """Returns where the parameter at a tree path stands in the checkpoint."""
     keys = path_keys(path)
-    entry, layers = entry_of(path, names, config), [0]
+    entry = entry_of(path, names, config)
+    layers: list[int | None] = [0]
     if keys[0] == "segments":
         run = config.segments()[keys[1]]
-        layers = list(run if stacked else [run[keys[2]]])
+        layers = stacked_layers(config, stages)[keys[1]] if stacked else [run[keys[2]]]
     several = "{expert}" in entry.tensor
     experts = range(config.experts.count if several and config.experts else 1)
-    tensors = tuple(entry.tensor.format(layer=i, expert=e) for i in layers for e in experts)
+    tensors = tuple(
+        NO_TENSOR if i is None else entry.tensor.format(layer=i, expert=e)
+        for i in layers
+        for e in experts
+    )
     stack = int(stacked and keys[0] == "segments") + int(several)
     return Source(tensors, entry.transform, stack, entry.rows, entry.share)
 
@@ -375,6 +391,6 @@ def abstract_parameters(
     They are those of the config as it is split over the mesh.
     """
     split = split_config(config, rules.ways(mesh, "kv_heads"))
-    specs = parameter_specs(split, dtype, stacked=stacked)
+    specs = parameter_specs(split, dtype, stacked=stacked, stages=mesh.shape["pipe"])
     leaf = lambda spec: isinstance(spec, Spec)  # noqa: E731
     return jax.tree.map(lambda spec: rules.abstract(mesh, spec), specs, is_leaf=leaf)

@@ -56,7 +56,7 @@ def state_axes(layout: KVLayout, *, stacked: bool) -> Any:
     groups: Any = (None, "rows")
     words: Any = ("rows", None, None)
     return State(
-        pool=(None, *pages) if stacked else (pages,) * layout.places,
+        pool=("layers", *pages) if stacked else (pages,) * layout.places,
         token_R=rows,
         position_R=rows,
         length_GR=groups,

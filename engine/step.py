@@ -15,6 +15,7 @@ J pages a row, W cells a page, D width.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -37,9 +38,18 @@ from engine.kv import (
 from engine.layers import Params
 from engine.logits import Wishes, changed_logits, count_tokens, set_row
 from engine.models.config import ModelConfig
+from engine.models.decoder import (
+    LayerData,
+    embed,
+    final_norm,
+    head_logits,
+    layer_data,
+    layer_function,
+    run_layers,
+)
 from engine.models.decoder import Tokens as LayerTokens
-from engine.models.decoder import embed, final_norm, head_logits, layer_data, run_layers
 from engine.params import NO_TOKEN
+from engine.pipeline import map_stage, run_stages
 from engine.sampling import (
     Logprobs,
     SamplingRows,
@@ -401,6 +411,88 @@ def tokens_of(group: Group, part: dict[str, jax.Array], state: State, cfg: StepC
     return ring_tokens(group, part, cfg) if group.kind == "ring" else wide_tokens(group, part)
 
 
+def layer_tokens(parts: list[Tokens]) -> LayerTokens:
+    """Returns what layers need to know of the tokens of all row groups."""
+    return LayerTokens(
+        *(
+            jnp.concatenate([getattr(tokens, name) for tokens in parts])
+            for name in ("position_T", "length_T", "valid_T")
+        )
+    )
+
+
+def run_alone(params, x_TD, pool, cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
+    """Returns (x_TD, pool) after all layers, which this device has."""
+    return run_layers(
+        params,
+        cfg.model,
+        x_TD,
+        layer_tokens(parts),
+        attend=paged_attend(cfg, body, parts),
+        cache=pool,
+        data=step_layers(cfg),
+    )
+
+
+def step_layers(cfg: StepConfig) -> LayerData:
+    """Returns the data of all layers, with where their pages are."""
+    return layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer)
+
+
+def run_pipeline(params, x_TD, pool, cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
+    """Returns (x_TD, pool) after the layers of all stages, through which the rows go in parts."""
+    M = math.gcd(cfg.model.stages, *(group.rows for group in body))
+    counts = [own_tokens(group, cfg) // M for group in body]
+    groups = tuple(group._replace(rows=group.rows // M) for group in body)
+    ends = np.cumsum([0, *counts])
+    firsts = np.cumsum([0, *(count * M for count in counts)])
+    x_MTD = jnp.concatenate(
+        [
+            x_TD[first : first + count * M].reshape(M, count, -1)
+            for first, count in zip(firsts, counts, strict=False)
+        ],
+        axis=1,
+    )
+
+    def stage(x_TD, part, active, pool):
+        own = [
+            part_of_rows(tokens, part, count, group.rows, active)
+            for tokens, count, group in zip(parts, counts, groups, strict=True)
+        ]
+        tokens, attend = layer_tokens(own), paged_attend(cfg, groups, own)
+        function = layer_function(cfg.model, tokens, attend)
+        return map_stage(function, (x_TD, pool), cfg.model, params, step_layers(cfg))
+
+    x_MTD, pool = run_stages(cfg.model, x_MTD, pool, stage)
+    wholes = [x_MTD[:, first:last] for first, last in zip(ends, ends[1:], strict=False)]
+    return jnp.concatenate([whole.reshape(-1, x_TD.shape[1]) for whole in wholes]), pool
+
+
+def part_of_rows(
+    tokens: Tokens, part: jax.Array, count: int, rows: int, active: jax.Array
+) -> Tokens:
+    """Returns the tokens of one part of a group's rows; idle ones if it is not `active`."""
+
+    def cut(array, size, axis=0):
+        return jax.lax.dynamic_slice_in_dim(array, part * size, size, axis)
+
+    table, start, number, *rest = tokens.rows_G
+    return Tokens(
+        token_T=cut(tokens.token_T, count),
+        position_T=cut(tokens.position_T, count),
+        cell_GT=cut(tokens.cell_GT, count, 1),
+        valid_T=cut(tokens.valid_T, count) & active,
+        length_T=cut(tokens.length_T, count),
+        rows_G=Rows(
+            cut(table, rows, 1),
+            cut(start, rows, 1),
+            jnp.where(active, cut(number, rows), 0),
+            *(array if array is None else cut(array, rows) for array in rest),
+        ),
+        offset=tokens.offset,
+    )
+
+
 def run_body(
     params: Params, state: State, packed: jax.Array, *, cfg: StepConfig, body: tuple[Group, ...]
 ) -> tuple[State, Hidden]:
@@ -408,20 +500,9 @@ def run_body(
     *fields, sampled = cfg.shape.unpack(body, packed)
     parts = [tokens_of(group, part, state, cfg) for group, part in zip(body, fields, strict=True)]
     token_T = jnp.concatenate([part.token_T for part in parts])
-    position_T = jnp.concatenate([part.position_T for part in parts])
-    x_TD, pool = run_layers(
-        params,
-        cfg.model,
-        embed(params, cfg.model, token_T, cfg.layout.dtype),
-        LayerTokens(
-            position_T,
-            length_T=jnp.concatenate([tokens.length_T for tokens in parts]),
-            valid_T=jnp.concatenate([tokens.valid_T for tokens in parts]),
-        ),
-        attend=paged_attend(cfg, body, parts),
-        cache=state.pool,
-        data=layer_data(cfg.model, cfg.layout.group_of_layer, cfg.layout.place_of_layer),
-    )
+    x_TD = embed(params, cfg.model, token_T, cfg.layout.dtype)
+    run = run_pipeline if cfg.model.stages > 1 else run_alone
+    x_TD, pool = run(params, x_TD, state.pool, cfg, body, parts)
     x_TD = whole_runs(final_norm(params, cfg.model, x_TD), body, cfg)
     state, x_TD = mark_broken(state, x_TD, body, fields, cfg)
     prompt_CD, broken_B, first = None, None, 0
@@ -495,6 +576,8 @@ def run_repeat(
     `packed` is that of the first step; its tables reach as far as the last one's cells.
     """
     [group] = body
+    if cfg.model.stages > 1:
+        return run_stages_repeatedly(params, state, packed, cfg, group, steps)
 
     def one(index, carry):
         state, token_XB = carry
@@ -506,6 +589,60 @@ def run_repeat(
 
     token_XB = jnp.zeros((steps, group.rows), jnp.int32)
     return jax.lax.fori_loop(0, steps, one, (state, token_XB))
+
+
+def run_stages_repeatedly(
+    params: Params, state: State, packed: jax.Array, cfg: StepConfig, group: Group, steps: int
+) -> tuple[State, jax.Array]:
+    """Returns what `run_repeat` does, with several steps in flight.
+
+    The rows go round in as many parts as there are stages: while the last stage ends a part's step,
+    the first has begun the next of others, so that no stage waits but at the start and the end.
+    """
+    pipe, M = cfg.model.pipe, cfg.model.stages
+    here, last, size = pipe.here(), pipe.ways - 1, group.rows // M
+    fields, _ = cfg.shape.unpack((group,), packed)
+    on = [(device, device + 1) for device in range(last)]
+    null_row = state.finished_R.shape[0] - 1
+
+    def tick(time, carry):
+        came_TD, state, token_XB = carry
+        turn = time - here
+        active = (turn >= 0) & (turn < steps * M)
+        tokens = part_of_rows(decode_tokens(group, fields, state), turn % M, size, size, active)
+        own = (group._replace(rows=size),)
+        x_TD = jnp.where(
+            here == 0, embed(params, cfg.model, tokens.token_T, came_TD.dtype), came_TD
+        )
+        function = layer_function(
+            cfg.model, layer_tokens([tokens]), paged_attend(cfg, own, [tokens])
+        )
+        x_TD, pool = map_stage(function, (x_TD, state.pool), cfg.model, params, step_layers(cfg))
+        state = dataclasses.replace(state, pool=pool)
+        # The part that has been through all stages: its tokens are drawn, and it goes on.
+        done = time - last
+        first = done % M * size
+        row_B = jax.lax.dynamic_slice_in_dim(fields["row_B"], first, size)
+        row_B = jnp.where(done >= 0, row_B, null_row)
+        final_TD = jnp.where(here == last, final_norm(params, cfg.model, x_TD), 0)
+        hidden = Hidden(pipe.sum(final_TD), row_B, None, None)
+        state = advance(state, own, [{"row_B": row_B}])
+        state, (token_B, _) = run_head(params, state, hidden, cfg=cfg, kind="sample", rows=size)
+        place = jnp.maximum(done, 0) // M, first
+        before = jax.lax.dynamic_slice(token_XB, place, (1, size))
+        token_XB = jax.lax.dynamic_update_slice(
+            token_XB, jnp.where(done >= 0, token_B[None], before), place
+        )
+        return jax.lax.ppermute(x_TD, pipe.names, on), state, token_XB
+
+    width = params["embedding"].shape[1]
+    begin = (
+        jnp.zeros((size, width), cfg.layout.dtype),
+        state,
+        jnp.zeros((steps, group.rows), jnp.int32),
+    )
+    _, state, token_XB = jax.lax.fori_loop(0, steps * M + last, tick, begin)
+    return state, token_XB
 
 
 def open_logits(params: Params, hidden_TD: jax.Array, cfg: StepConfig) -> jax.Array:

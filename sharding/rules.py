@@ -27,7 +27,7 @@ class Spec:
 
     def stacked(self, layers: int) -> "Spec":
         """Returns the spec of `layers` such arrays on a new leading axis."""
-        return Spec((layers, *self.shape), (None, *self.axes), self.dtype)
+        return Spec((layers, *self.shape), ("layers", *self.axes), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,9 @@ RULES = Rules(
         "ffn": ("tensor",),
         "vocab": ("tensor",),
         "experts": ("expert",),
+        "layers": ("pipe",),
         "rows": ("data", "expert"),
         "pages": ("data", "expert", "sequence"),
+        "page_parts": ("data", "expert", "sequence", "pipe"),
     }
 )

@@ -117,6 +117,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     tensor_ways: int = 1  # devices that heads, feed-forward and vocabulary are split over
     expert_ways: int = 1  # devices that experts are split over; config.experts counts all
+    stages: int = 1  # of a pipeline, each with some of the layers
     real_query_heads: int | None = None  # of all devices, without those that fill up; None: all
 
     def __post_init__(self) -> None:
@@ -148,6 +149,11 @@ class ModelConfig:
     def tensor(self) -> Axis:
         """The mesh axis of the devices that have the other parts."""
         return Axis(("tensor",), self.tensor_ways) if self.tensor_ways > 1 else ALONE
+
+    @property
+    def pipe(self) -> Axis:
+        """The mesh axis of the devices that have the other layers."""
+        return Axis(("pipe",), self.stages) if self.stages > 1 else ALONE
 
     @property
     def expert(self) -> Axis:

@@ -214,6 +214,19 @@ def decoder_layer(
     return after_attention(x_TD, out_TNY, valid_T, p, config, expand), cache
 
 
+def layer_function(config: ModelConfig, tokens: Tokens, attend: Attend):
+    """Returns what a layer does: ((x_TD, cache), parameters, LayerData) -> (x_TD, cache)."""
+    ropes = rope_tables(config.ropes, config.rope_width, tokens.position_T, tokens.length_T)
+
+    def one(carry, p, layer):
+        x_TD, cache = carry
+        return decoder_layer(
+            x_TD, p, layer, config, ropes, tokens.valid_T, attend, cache, expand=False
+        )
+
+    return one
+
+
 def run_layers(
     params: Params,
     config: ModelConfig,
@@ -225,14 +238,7 @@ def run_layers(
     data: LayerData,
 ) -> tuple[jax.Array, Any]:
     """Returns (x_TD, cache) after all layers, before the final norm."""
-    ropes = rope_tables(config.ropes, config.rope_width, tokens.position_T, tokens.length_T)
-
-    def one(carry, p, layer):
-        x_TD, cache = carry
-        return decoder_layer(
-            x_TD, p, layer, config, ropes, tokens.valid_T, attend, cache, expand=False
-        )
-
+    one = layer_function(config, tokens, attend)
     carry = (x_TD, cache)
     for run, segment in zip(config.segments(), params["segments"], strict=True):
         carry = map_layers(one, carry, segment, segment_data(data, run))

@@ -6,6 +6,7 @@ The oracle that the paged engine is held to, and what `llm.forward` runs.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from engine.layers import Params
 from engine.models.config import ModelConfig
@@ -19,6 +20,7 @@ from engine.models.decoder import (
     segment_data,
 )
 from engine.models.rope import rope_tables
+from engine.models.stages import stacked_layers
 
 
 def dense_attend(config: ModelConfig, mask_TT: jax.Array | None):
@@ -80,7 +82,11 @@ def forward(
 
     carry = (x_TD, hidden_LTD, jnp.int32(1))
     data = layer_data(config)
-    for run, segment in zip(config.segments(), params["segments"], strict=True):
+    stacks = stacked_layers(config, config.stages)
+    for run, segment, stack in zip(config.segments(), params["segments"], stacks, strict=True):
+        if config.stages > 1:  # without the places of no layer
+            real = [place for place, layer in enumerate(stack) if layer is not None]
+            segment = {name: array[np.array(real)] for name, array in segment.items()}
         carry = map_layers(one, carry, segment, segment_data(data, run))
     x_TD, hidden_LTD, _ = carry
     return head_logits(params, config, final_norm(params, config, x_TD)), hidden_LTD

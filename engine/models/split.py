@@ -69,7 +69,9 @@ def filled(length: int, ways: int) -> int:
     return -(-length // ways) * ways
 
 
-def device_config(config: ModelConfig, ways: int, expert_ways: int = 1) -> ModelConfig:
+def device_config(
+    config: ModelConfig, ways: int, expert_ways: int = 1, stages: int = 1
+) -> ModelConfig:
     """Returns one device's part of a config that `split_config` made.
 
     Raises ValueError where experts cannot be shared out evenly.
@@ -80,7 +82,7 @@ def device_config(config: ModelConfig, ways: int, expert_ways: int = 1) -> Model
             f"expert={expert_ways} does not divide {experts.count if experts else 'no'} experts; "
             "use a size that does"
         )
-    config = dataclasses.replace(config, expert_ways=expert_ways)
+    config = dataclasses.replace(config, expert_ways=expert_ways, stages=stages)
     if ways == 1:
         return config
     if experts is not None:

@@ -9,15 +9,20 @@ import numpy as np
 
 from engine.models.config import ModelConfig
 from engine.models.specs import layer_specs, outer_specs
+from engine.models.stages import stacked_layers
 
 
-def parameter_specs(config: ModelConfig, dtype: np.dtype, *, stacked: bool) -> dict[str, Any]:
-    """Returns the tree of `Spec` that the decoder's parameters follow."""
+def parameter_specs(
+    config: ModelConfig, dtype: np.dtype, *, stacked: bool, stages: int = 1
+) -> dict[str, Any]:
+    """Returns the tree of `Spec` that the decoder's parameters follow, of all stages together."""
     segments: list[Any] = []
-    for run in config.segments():
+    assert stacked or stages == 1, "stages have stacked layers"
+    stacks = stacked_layers(config, stages)
+    for run, stack in zip(config.segments(), stacks, strict=True):
         layer = layer_specs(config, dtype, run.start)
         if stacked:
-            segments.append({name: spec.stacked(len(run)) for name, spec in layer.items()})
+            segments.append({name: spec.stacked(len(stack)) for name, spec in layer.items()})
         else:
             segments.append(tuple(dict(layer) for _ in run))
     return {**outer_specs(config, dtype), "segments": tuple(segments)}

@@ -11,12 +11,14 @@ import re
 import numpy as np
 import pytest
 
+from engine import SamplingParams
 from engine.buckets import Group
 from engine.build import engine_mesh
 from engine.kv import kv_layout
 from engine.loading import read_config
+from engine.models.stages import stage_layers
 from sharding import RULES, parse_mesh
-from tests.engine.conftest import GOLDEN, greedy, open_on_demand
+from tests.engine.conftest import GOLDEN, greedy, open_on_demand, watch_plans
 
 ROWS, BUDGET, PAGE = 4, 128, 16
 LENGTHS = (5, 40, 200, 100, 130, 17, 60, 150)
@@ -97,6 +99,12 @@ CASES = [
     *(slow("gpt_oss", f"sequence={ways}", {"ring_layout": "contiguous"}) for ways in (2, 4, 8)),
     *(slow("gpt_oss", f"sequence={ways}", {"ring_layout": "zig-zag"}) for ways in (2, 4)),
     slow("gemma2", "sequence=2,data=2", {}),
+    slow("llama", "pipe=2", {"tight": True}),
+    slow("gemma3", "pipe=2", {}),
+    slow("deepseek_v3", "pipe=3", {}),
+    ("llama", "pipe=2,tensor=2,data=2", {}),
+    slow("gpt_oss", "pipe=2,sequence=2", {}),
+    slow("mixtral", "pipe=2,expert=2", {}),
 ]
 
 
@@ -120,6 +128,26 @@ def test_a_mesh_says_what_one_device_says(arch, mesh, options):
         assert rings, "no piece was shared out"
 
 
+def test_several_steps_in_flight_say_the_same():
+    """Decodes of a pipeline go round in parts, four steps in one dispatch."""
+    jobs = [prompt for prompt in prompts() if len(prompt) < 70]
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=24, presence_penalty=0.5)
+    said = []
+    for mesh, steps in (("", 1), ("pipe=3", 4)):
+        llm = open_mesh("llama", mesh, decode_steps=steps)
+        plans = watch_plans(llm.engine)
+        outs = [llm.generate(jobs, params) for params in (greedy(24), drawn)]
+        said.append([output.outputs[0].token_ids for each in outs for output in each])
+        assert {plan.repeat for plan in plans} == {1, steps}
+    assert said[0] == said[1]
+
+
+def test_stages_are_even_and_none_is_empty():
+    assert stage_layers(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
+    with pytest.raises(ValueError, match="pipe=4 is more than the 3 layers; use at most 3"):
+        open_mesh("llama", "pipe=4")
+
+
 def test_kv_heads_that_cannot_be_shared_out_are_refused_with_both_numbers():
     """CASES P-01: before any weight is read."""
     with pytest.raises(ValueError, match=r"2 KV heads cannot be shared out over tensor=3: neither"):
@@ -140,7 +168,6 @@ def test_kv_heads_that_cannot_be_shared_out_are_refused_with_both_numbers():
         ("tensor=0", "'tensor=0' is not"),
         ("tensor=2,tensor=4", "'tensor=4' is not an axis and its size.*at most once"),
         ("tensor=16", "needs 16 devices, 8 are there"),
-        ("pipe=2", "does not split over 'pipe' yet"),
     ],
 )
 def test_a_wrong_mesh_is_one_error(text, message):
