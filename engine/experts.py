@@ -2,8 +2,13 @@
 """Mixture-of-experts feed-forward: routing, and the experts' MLPs over sorted tokens.
 
 No token is dropped, and rows of padding are sent to no expert.
+
+A layer can have copies of experts. Then its matrices and biases are those of slots, each with one
+copy of some expert; "expert_slots" (int32 [E, X]) has the slots of each expert, in any order, and
+anything behind them, and "expert_copies" (int32 [E], at least 1) how many they are. Which expert is
+where is data: another placement runs the same program (`engine/expert_balance.py` makes them).
 Letters: L layers, T tokens, D width, E experts, K experts a token, S = T K sorted rows, C rows of a
-tile, F an expert's width.
+tile, F an expert's width, X the most copies of an expert. Where rows are multiplied, E are slots.
 """
 
 from typing import NamedTuple
@@ -94,11 +99,13 @@ def routed_mlp(
     tensor: Axis = ALONE,
     expert: Axis = ALONE,
 ) -> jax.Array:
-    """Returns the weighted outputs of each token's experts; an id of E is no expert.
+    """Returns the weighted outputs of each token's experts; an id of `experts.count` is no expert.
 
     They are to be summed over `tensor`.
     """
-    K, E = expert_TK.shape[1], experts.count
+    K, E = expert_TK.shape[1], matrices(p["experts_gate"]) * expert.ways
+    if "expert_slots" in p:  # from here on, experts are slots
+        expert_TK = slots_of(expert_TK, p["expert_slots"], p["expert_copies"], E, expert)
     expert_S = expert_TK.reshape(-1)
     order_S = jnp.argsort(expert_S, stable=True)
     sorted_S = expert_S[order_S]
@@ -112,6 +119,26 @@ def routed_mlp(
     weight_S = jnp.where(sorted_S < E, weight_TK.reshape(-1)[order_S], 0.0)
     y_SD = jnp.where((sorted_S < E)[:, None], y_SD, 0.0) * weight_S[:, None]
     return jnp.zeros(x_TD.shape, jnp.float32).at[order_S // K].add(y_SD).astype(x_TD.dtype)
+
+
+def slots_of(
+    expert_TK: jax.Array, slots_EX: jax.Array, copies_E: jax.Array, slots: int, expert: Axis
+) -> jax.Array:
+    """Returns slot_TK: where each token's experts are run; `slots`, how many there are, is nowhere.
+
+    Copies take turns by the token's place in the step, all devices' tokens in a row, plus k.
+    """
+    T, K = expert_TK.shape
+    place_T = expert.here() * T + jnp.arange(T, dtype=jnp.int32)
+    place_TK = place_T[:, None] + jnp.arange(K, dtype=jnp.int32)[None]
+    copies_TK = copies_E.at[expert_TK].get(mode="fill", fill_value=1)
+    return slots_EX.at[expert_TK, place_TK % copies_TK].get(mode="fill", fill_value=slots)
+
+
+def expert_counts(expert_TK: jax.Array, valid_T: jax.Array, experts: Experts) -> jax.Array:
+    """Returns int32 [E]: how many of these valid tokens were routed to each expert."""
+    expert_TK = jnp.where(valid_T[:, None], expert_TK, experts.count)
+    return jnp.zeros(experts.count, jnp.int32).at[expert_TK].add(1, mode="drop")
 
 
 def mlps(
@@ -149,18 +176,18 @@ def sent_mlps(
     are small whatever the routing; nearly always there is one. No row is dropped.
     """
     S, P = x_SD.shape[0], expert.ways
-    share = min(S, max(_LEAST_SENT, -(-2 * S // P)))
-    local = experts.count // P
+    share = sent_at_once(S, P)
+    local = sizes_E.shape[0] // P
     count_PE = expert.gather(sizes_E[None], 0)
-    count_PQ = count_PE.reshape(P, P, local).sum(axis=-1)  # from p to q
-    begin_P = exclusive_sums(count_PQ[expert.here()])
+    count_PP = count_PE.reshape(P, P, local).sum(axis=-1)  # from p to q
+    begin_P = exclusive_sums(count_PP[expert.here()])
     own_Pe = jax.lax.dynamic_slice_in_dim(count_PE, expert.here() * local, local, axis=1)
-    rounds = -(-jnp.max(count_PQ) // share)
+    rounds = -(-jnp.max(count_PP) // share)
 
     def one(turn, y_SD):
         done = turn * share
-        now_PQ = jnp.clip(count_PQ - done, 0, share)
-        sizes = sizes_of(now_PQ, begin_P + done, expert)
+        now_PP = jnp.clip(count_PP - done, 0, share)
+        sizes = sizes_of(now_PP, begin_P + done, expert)
         came_RD = exchange(x_SD, sizes, expert, most=share, received=P * share)
         expert_R = experts_of(own_Pe, done, sizes.recv_sizes, P * share)
         order_R = jnp.argsort(expert_R, stable=True)
@@ -172,6 +199,11 @@ def sent_mlps(
         return y_SD + back_SD.astype(jnp.float32)
 
     return jax.lax.fori_loop(0, rounds, one, jnp.zeros(x_SD.shape, jnp.float32))
+
+
+def sent_at_once(rows: int, ways: int) -> int:
+    """Returns how many of so many rows go to one device of an expert axis in a round, at most."""
+    return min(rows, max(_LEAST_SENT, -(-2 * rows // ways)))
 
 
 def experts_of(own_Pe: jax.Array, done: jax.Array, came_P: jax.Array, rows: int) -> jax.Array:
@@ -197,6 +229,11 @@ class OfLayers(NamedTuple):
 
     weight_LEDF: jax.Array
     layer: jax.Array
+
+
+def matrices(weight: jax.Array | OfLayers) -> int:
+    """Returns how many matrices a layer has on this device."""
+    return weight.weight_LEDF.shape[1] if isinstance(weight, OfLayers) else weight.shape[0]
 
 
 def grouped_matmul(x_SD: jax.Array, weight: jax.Array | OfLayers, sizes_E: jax.Array) -> jax.Array:
@@ -231,7 +268,7 @@ def _matmul_of_tiles(x_SD: jax.Array, weight: OfLayers, sizes_E: jax.Array) -> j
     x_SD = jnp.pad(x_SD, ((0, size - 1), (0, 0)))  # the last tile may reach over the end
     tiles_E = -(-sizes_E // size)
     last_E, end_E = jnp.cumsum(tiles_E), jnp.cumsum(sizes_E)
-    index_C = jnp.arange(size, dtype=jnp.int32)[:, None]
+    index_C1 = jnp.arange(size, dtype=jnp.int32)[:, None]
 
     def one(tile, y_SF):
         expert = jnp.searchsorted(last_E, tile, side="right").astype(jnp.int32)
@@ -243,7 +280,7 @@ def _matmul_of_tiles(x_SD: jax.Array, weight: OfLayers, sizes_E: jax.Array) -> j
             preferred_element_type=jnp.float32,
         )
         before_CF = jax.lax.dynamic_slice(y_SF, (start, jnp.int32(0)), (size, F))
-        y_CF = jnp.where(start + index_C < end_E[expert], y_CF, before_CF)
+        y_CF = jnp.where(start + index_C1 < end_E[expert], y_CF, before_CF)
         return jax.lax.dynamic_update_slice(y_SF, y_CF, (start, jnp.int32(0)))
 
     y_SF = jnp.zeros((S + size - 1, F), jnp.float32)

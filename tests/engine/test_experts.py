@@ -1,13 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts against a loop over them in float64, token by token."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from engine.experts import OfLayers, _matmul_of_tiles, _ragged_dot, expert_mlp, route
+from engine.expert_balance import balance
+from engine.experts import (
+    EXPERT_MATRICES,
+    OfLayers,
+    _matmul_of_tiles,
+    _ragged_dot,
+    expert_counts,
+    expert_mlp,
+    route,
+    slots_of,
+)
 from engine.models.config import Experts
+from sharding import ALONE, Axis, make_mesh
 
 WIDTH, EXPERT_WIDTH = 16, 24
 MIXTRAL = Experts(count=8, chosen=2, width=EXPERT_WIDTH)
@@ -207,3 +221,132 @@ def test_in_bfloat16_sums_are_of_float32():
     exact = {name: np.asarray(w, np.float32) for name, w in params.items()}
     expected = dense(np.asarray(x, np.float32), exact, QWEN2)
     assert np.abs(y - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def any_placement(experts, slots, seed):
+    """Returns int [slots]: the expert of each, every one at least once, some much oftener."""
+    rng = np.random.default_rng(seed)
+    more = rng.integers(0, rng.integers(1, experts.count + 1), slots - experts.count)
+    return rng.permutation(np.concatenate([np.arange(experts.count), more]))
+
+
+def with_slots(params, expert_of_slot):
+    """Returns the parameters of a layer whose experts have these slots."""
+    E = len(params["router"])
+    found = [np.flatnonzero(expert_of_slot == expert) for expert in range(E)]
+    width = len(expert_of_slot) - E + 1  # the most copies that one can have
+    tables = {
+        "expert_slots": np.array([np.resize(slots, width) for slots in found], np.int32),
+        "expert_copies": np.array([len(slots) for slots in found], np.int32),
+    }
+    moved = {name: w[expert_of_slot] for name, w in params.items() if name.startswith("experts_")}
+    return params | tables | moved
+
+
+def on_mesh(experts, params, ways, stacked=False):
+    """Returns a program of (x, valid, params): tokens and slots shared out over `ways` devices."""
+    specs = {
+        name: PartitionSpec("expert") if name.startswith("experts_") else PartitionSpec()
+        for name in params
+    }
+
+    def local(x_TD, valid_T, p):
+        if stacked:  # as a scan has them, here as the last of two layers
+            both = {name: jnp.stack([jnp.zeros_like(p[name]), p[name]]) for name in EXPERT_MATRICES}
+            p = p | {name: OfLayers(array, jnp.int32(1)) for name, array in both.items()}
+        axis = Axis(("expert",), ways) if ways > 1 else ALONE
+        return expert_mlp(x_TD, valid_T, p, experts, expert=axis)
+
+    spec, mesh = PartitionSpec("expert"), make_mesh(expert=ways)
+    in_specs = (spec, spec, specs)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)
+    )
+
+
+PLACEMENT_CASES = [
+    ("mixtral", 1, 4, False),
+    ("gpt_oss", 1, 4, True),
+    ("deepseek_v3", 4, 0, False),
+    ("deepseek_v3", 4, 8, False),
+    ("gpt_oss", 4, 8, True),
+]
+
+
+@pytest.mark.parametrize("kind, ways, extra, stacked", PLACEMENT_CASES)
+def test_any_placement_and_copies_say_the_same(kind, ways, extra, stacked, shape_suffixes):
+    """From one program: which expert is where is data."""
+    experts, x = KINDS[kind], tokens(24)
+    params, valid = make_params(experts), np.arange(24) % 5 > 0
+    expected = run(x, valid, params, experts)
+    placed = [
+        with_slots(params, any_placement(experts, experts.count + extra, seed)) for seed in range(4)
+    ]
+    program = on_mesh(experts, placed[0], ways, stacked)
+    for p in placed:
+        y = program(x, valid, p)
+        np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    assert program._cache_size() == 1
+
+
+def test_six_experts_on_four_devices():
+    """With copies, experts need not divide evenly: slots do."""
+    experts, x, valid = Experts(count=6, chosen=2, width=8), tokens(24), np.ones(24, bool)
+    params = make_params(experts)
+    placed = with_slots(params, any_placement(experts, 8, 0))
+    y = on_mesh(experts, placed, 4)(x, valid, placed)
+    np.testing.assert_allclose(y, run(x, valid, params, experts), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("expert_of_slot", [[2, 0, 2, 1, 2, 3, 4, 2], [0, 1, 2, 2, 3, 4, 0, 1]])
+def test_all_tokens_to_one_expert_that_has_copies(expert_of_slot):
+    """On every device, or all on one, which takes them in two rounds."""
+    experts, x, valid = Experts(count=5, chosen=1, width=8), np.abs(tokens(96)), np.ones(96, bool)
+    params = make_params(experts)
+    params["router"] = np.zeros_like(params["router"])
+    params["router"][2] = 1.0
+    placed = with_slots(params, np.array(expert_of_slot))
+    y = on_mesh(experts, placed, 4)(x, valid, placed)
+    np.testing.assert_allclose(y, run(x, valid, params, experts), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ways", [1, 4])
+def test_copies_take_turns_over_all_tokens_of_a_step(ways):
+    """Also where every device has one token only."""
+    slots_EX, copies_E = jnp.array([[4, 0, 2], [1, 1, 1], [3, 5, 3]]), jnp.array([3, 1, 2])
+    expert_TK = np.array([[0, 2]] * 6 + [[3, 0]] * 2, np.int32)  # 3 is no expert
+    expected = [[4, 5], [0, 3], [2, 5], [4, 3], [0, 5], [2, 3], [6, 0], [6, 2]]
+    axis, spec = Axis(("expert",), ways) if ways > 1 else ALONE, PartitionSpec("expert")
+    sharded = jax.shard_map(
+        lambda expert_TK: slots_of(expert_TK, slots_EX, copies_E, 6, axis),
+        mesh=make_mesh(expert=ways),
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    assert jax.jit(sharded)(expert_TK).tolist() == expected
+
+
+def test_counts_of_experts_are_of_valid_tokens():
+    rng = np.random.default_rng(0)
+    expert_TK = rng.integers(0, MIXTRAL.count, (50, 2)).astype(np.int32)
+    valid = rng.random(50) < 0.7
+    counts = jax.jit(partial(expert_counts, experts=MIXTRAL))(expert_TK, valid)
+    assert counts.dtype == np.int32
+    expected = np.bincount(expert_TK[valid].reshape(-1), minlength=MIXTRAL.count)
+    np.testing.assert_array_equal(counts, expected)
+
+
+def test_a_balanced_placement_evens_out_the_rows_of_devices():
+    """From counts of routing to rows by device, with one expert asked for by all tokens."""
+    rng = np.random.default_rng(4)
+    experts = Experts(count=16, chosen=2, width=8)
+    other_T = rng.integers(1, 16, 400)
+    expert_TK = np.stack([np.zeros(400), other_T], axis=1).astype(np.int32)
+    counts = expert_counts(expert_TK, np.ones(400, bool), experts)
+    expert_LS, slots_LEX, count_LE = balance(np.asarray(counts)[None], 24, 1, 1, 4)
+    slot_TK = slots_of(expert_TK, jnp.asarray(slots_LEX[0]), jnp.asarray(count_LE[0]), 24, ALONE)
+    np.testing.assert_array_equal(expert_LS[0][slot_TK], expert_TK)
+    rows = np.bincount(np.asarray(slot_TK).reshape(-1) // 6, minlength=4)
+    unbalanced = np.bincount(expert_TK.reshape(-1) // 4, minlength=4)
+    assert rows.max() < 1.1 * rows.mean() < unbalanced.max() / 2
