@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.deterministic import check_rows
 from engine.disk_cache import DiskCache
 from engine.fingerprint import kv_fingerprint
-from engine.host_pages import page_places
+from engine.host_pages import page_places, stripes_of
 from engine.kv import KVLayout, kv_layout
 from engine.loading import (
     Model,
@@ -141,7 +141,8 @@ def build_engine(config: EngineConfig) -> Built:
     check_pages(config, factory)
     lower = tier_sizes(config, array_bytes(factory.slot()))
     if config.disk_cache_dir is not None:
-        make_disk_folder(Path(config.disk_cache_dir), store.resolve(config.model))
+        for path in disk_folders(Path(config.disk_cache_dir), RULES.ways(mesh, "rows")):
+            make_disk_folder(path, store.resolve(config.model))
     whole = kv_layout(split, page_size, dtype, stages)
     fingerprint = cached_fingerprint(config, model, whole, (ladder.bodies, mesh.shape))
     places = page_places(mesh, RULES, factory.slot())
@@ -149,7 +150,8 @@ def build_engine(config: EngineConfig) -> Built:
     if config.disk_cache_dir is not None:
         page = places[0].page
         folders = disk_folders(Path(config.disk_cache_dir), len(places))
-        disks = [DiskCache(path, fingerprint(), page.shape, page.dtype) for path in folders]
+        kind = (fingerprint(), page.shape, page.dtype, stripes_of(page))
+        disks = [DiskCache(path, *kind) for path in folders]
     clock.end("plan the programs and the pool")
 
     def load() -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.disk_cache import DiskCache, parents_first
+from engine.host_pages import stripes_of
 from engine.loop import Engine
 
 
@@ -19,6 +20,10 @@ class CacheControl:
         self._engine = engine
         self._fingerprint = fingerprint
         self._page = page
+
+    def _disk(self, folder: Path) -> DiskCache:
+        page = self._page
+        return DiskCache(folder, self._fingerprint(), page.shape, page.dtype, stripes_of(page))
 
     def _check_is_kept(self) -> None:
         if not self._engine.keeps:
@@ -58,7 +63,7 @@ class CacheControl:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} is not an empty folder; name a new one")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        disk = DiskCache(folder, self._fingerprint(), self._page.shape, self._page.dtype)
+        disk = self._disk(folder)
         count = self._engine.write_cache(disk)
         disk.close()
         if not disk.events.empty():
@@ -75,7 +80,7 @@ class CacheControl:
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder that export has written")
-        disk = DiskCache(folder, self._fingerprint(), self._page.shape, self._page.dtype)
+        disk = self._disk(folder)
         segments, _ = disk.scan("left out")
         disk.close()
         if not segments:

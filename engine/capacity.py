@@ -6,6 +6,7 @@ of programs and the state of rows are not counted: `memory_fraction` leaves them
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,42 +16,68 @@ import numpy as np
 
 from engine.kv import KVLayout, kv_layout
 from engine.models.config import ModelConfig
+from engine.models.split import device_config, split_config
 from engine.models.tree import parameter_specs
 from engine.pages import PagePool
 from engine.rows import Rows
 from pallas_kernels.pages import page_bytes
 from sharding import RULES, Axes, Spec
 
-# Of the usable memory: a pool of this share is useful, whatever the requests.
-USEFUL_SHARE = 0.25
-
 
 class Parallel(NamedTuple):
-    """Chips along each mesh axis. Attention has a replica on every `tensor` chips."""
+    """Chips along each mesh axis, but for the stages of a pipeline, which plans leave out."""
 
     data: int = 1
+    sequence: int = 1
     expert: int = 1
     tensor: int = 1
 
     @property
     def chips(self) -> int:
-        return self.data * self.expert * self.tensor
+        return math.prod(self)
 
     @property
     def replicas(self) -> int:
-        """Shards of the requests, each with a pool of its own."""
+        """Shares of the requests, each with rows and a pool of its own."""
         return self.data * self.expert
+
+    @property
+    def mesh(self) -> str:
+        """The layout as `EngineConfig.mesh` has it."""
+        sizes = self._asdict().items()
+        return ",".join(f"{name}={size}" for name, size in sizes if size > 1) or "data=1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model as plans see it: its parameters by name (one entry a layer), its pages, its limit."""
+    """A model as plans see it: its parameters by name (one entry a layer), its pages, its limit.
+
+    lanes: what the cells of pages are filled up to a multiple of.
+    """
 
     config: ModelConfig
     layout: KVLayout
     specs: tuple[tuple[str, Spec], ...]
     max_model_len: int
     step_tokens: int
+    lanes: int = 1
+
+    def split(self, ways: int) -> "Shape":
+        """Returns the shape as it is shared out over a tensor axis, all chips' parts together:
+        with what fills up, and KV heads as often as they are copied."""
+        if ways == 1:
+            return self
+        config, layout = split_config(self.config, ways), self.layout
+        return dataclasses.replace(
+            self,
+            config=config,
+            layout=kv_layout(config, layout.page_size, layout.dtype, lanes=self.lanes),
+            specs=named_specs(config, layout.dtype),
+        )
+
+    def heads_ways(self, parallel: Parallel) -> int:
+        """Returns the chips that the KV heads of a cell are split over."""
+        return shards((self.layout.heads_axis,), parallel)
 
 
 class KVKind(NamedTuple):
@@ -63,7 +90,8 @@ class KVKind(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a layout leaves: bytes of a chip; pages of one replica; requests of full length."""
+    """What a layout leaves: bytes of a chip; pages of a chip, and those there that a request of
+    full length takes; requests of full length."""
 
     parallel: Parallel
     weight_bytes: int
@@ -75,14 +103,25 @@ class Room(NamedTuple):
 
 
 def shape_of(
-    config: ModelConfig, dtype: np.dtype, *, page_size: int, max_model_len: int, step_tokens: int
+    config: ModelConfig,
+    dtype: np.dtype,
+    *,
+    page_size: int,
+    max_model_len: int,
+    step_tokens: int,
+    lanes: int = 1,
 ) -> Shape:
     """Returns the shape of a model whose weights and KV are in `dtype`."""
+    layout = kv_layout(config, page_size, dtype, lanes=lanes)
+    return Shape(config, layout, named_specs(config, dtype), max_model_len, step_tokens, lanes)
+
+
+@functools.cache
+def named_specs(config: ModelConfig, dtype: np.dtype) -> tuple[tuple[str, Spec], ...]:
+    """Returns the name and spec of every parameter, one entry a layer."""
     tree = parameter_specs(config, dtype, stacked=False)
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Spec))
-    specs = tuple((last_key(path), spec) for path, spec in leaves)
-    layout = kv_layout(config, page_size, dtype)
-    return Shape(config, layout, specs, max_model_len, step_tokens)
+    return tuple((last_key(path), spec) for path, spec in leaves)
 
 
 def last_key(path: tuple[Any, ...]) -> str:
@@ -127,7 +166,7 @@ def weight_bytes(shape: Shape, parallel: Parallel | None = None) -> int:
     parallel = parallel or Parallel()
     return sum(
         -(-size(spec) // shards(spec.axes, parallel)) * spec.dtype.itemsize
-        for _, spec in shape.specs
+        for _, spec in shape.split(parallel.tensor).specs
     )
 
 
@@ -145,14 +184,15 @@ def kv_kinds(shape: Shape) -> Iterator[KVKind]:
         yield KVKind(window, layers, groups, layers * cell_bytes(shape.layout))
 
 
-def request_pages(shape: Shape) -> int:
+def request_pages(shape: Shape, stripes: int = 1) -> int:
     """Returns the pages that a request of full length holds while it decodes, of all groups; those
-    behind a window are free again."""
+    behind a window are free again. With `stripes`, those on each of the chips they are dealt out
+    to."""
     groups = shape.layout.groups
     rows = Rows(
         num_rows=1,
         max_num_seqs=1,
-        page_size=shape.layout.page_size,
+        page_size=shape.layout.page_size * stripes,
         max_model_len=shape.max_model_len,
         step_tokens=shape.step_tokens,
         groups=groups,
@@ -163,59 +203,47 @@ def request_pages(shape: Shape) -> int:
 
 def room(shape: Shape, usable_bytes: int, parallel: Parallel) -> Room:
     """Returns what a layout leaves on chips with `usable_bytes` each; nothing may be left."""
-    weights = weight_bytes(shape, parallel)
-    page = shape.layout.page_bytes // shards((shape.layout.heads_axis,), parallel)
+    weights, split = weight_bytes(shape, parallel), shape.split(parallel.tensor)
+    page = split.layout.page_bytes // split.heads_ways(parallel)
     pages = max(0, usable_bytes - weights) // page
-    needed = request_pages(shape)
+    needed = request_pages(shape, parallel.sequence)
     batch = max(0, pages - 1) // needed * parallel.replicas  # page 0 is reserved
     return Room(parallel, weights, pages * page, page, pages, needed, batch)
 
 
-def layouts(config: ModelConfig, chips: int) -> Iterator[Parallel]:
-    """Yields the layouts over `chips`, by their tensor size.
-
-    The tensor size divides all that the rules split over it, the KV heads too unless they are one
-    latent. Experts are split over as many of the other chips as divide their number.
-    """
-    experts = config.experts.count if config.experts else 1
-    heads = [config.query_heads] + ([config.kv_heads] if config.latent is None else [])
-    split = [*heads, config.ffn_width, config.vocab_size]
-    if config.experts is not None:
-        split += [config.experts.width, config.experts.shared_width]
+def layouts(shape: Shape, chips: int) -> Iterator[Parallel]:
+    """Yields the layouts over `chips` that the engine has, by their tensor size."""
+    page_size, longest = shape.layout.page_size, shape.max_model_len
     for tensor in divisors(chips):
-        if all(length % tensor == 0 for length in split):
-            expert = max(n for n in divisors(chips // tensor) if experts % n == 0)
-            yield Parallel(chips // tensor // expert, expert, tensor)
+        for expert in divisors(chips // tensor):
+            if not is_built(shape.config, expert, tensor):
+                continue
+            for sequence in divisors(chips // tensor // expert):
+                if sequence == 1 or sequence * page_size <= longest:  # a page for each, at least
+                    yield Parallel(chips // tensor // expert // sequence, sequence, expert, tensor)
 
 
-def least_chips(shape: Shape, usable_bytes: int, max_num_seqs: int, most: int = 1024) -> int | None:
-    """Returns the fewest chips, of powers of two up to `most`, that `advise` has a layout for."""
+def is_built(config: ModelConfig, expert: int, tensor: int) -> bool:
+    """Whether the engine can share a model out so, with a query head or more on each chip."""
+    try:
+        device_config(split_config(config, tensor), tensor, expert)
+    except ValueError:
+        return False
+    return tensor <= config.query_heads
+
+
+def roomy(shape: Shape, usable_bytes: int, chips: int) -> list[Room]:
+    """Returns what the layouts leave that hold a request of full length, at least."""
+    rooms = [room(shape, usable_bytes, parallel) for parallel in layouts(shape, chips)]
+    return [found for found in rooms if found.batch]
+
+
+def least_chips(shape: Shape, usable_bytes: int, most: int = 1024) -> int | None:
+    """Returns the fewest chips, of powers of two up to `most`, that have a layout with room."""
     counts = [2**power for power in range(most.bit_length())]
-    return next((n for n in counts if advise(shape, usable_bytes, n, max_num_seqs)), None)
+    return next((n for n in counts if roomy(shape, usable_bytes, n)), None)
 
 
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number, least first."""
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def is_useful(usable_bytes: int, found: Room, max_num_seqs: int) -> bool:
-    """Whether the pool holds all rows at full length, or one and a quarter of the memory."""
-    if found.batch >= max_num_seqs:
-        return True
-    return found.batch > 0 and found.pool_bytes >= USEFUL_SHARE * usable_bytes
-
-
-def advise(shape: Shape, usable_bytes: int, chips: int, max_num_seqs: int) -> Room | None:
-    """Returns the layout with the least tensor size that leaves a useful pool, else the one that
-    holds most requests of full length; None where none holds one.
-
-    Every product over tensor shards waits for an exchange, so the chips that are not needed to
-    hold the model are given to other requests.
-    """
-    rooms = [room(shape, usable_bytes, parallel) for parallel in layouts(shape.config, chips)]
-    for found in rooms:
-        if is_useful(usable_bytes, found, max_num_seqs):
-            return found
-    best = max(rooms, key=lambda found: found.batch)
-    return best if best.batch else None

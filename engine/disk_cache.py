@@ -48,12 +48,19 @@ class DiskCache:
     `events` has what was done: ("loaded", ticket, {slot: page} or None) and ("lost", numbers).
     """
 
-    def __init__(self, folder: Path, fingerprint: str, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        shape: Sequence[int],
+        dtype: Any,
+        stripes: int = 1,
+    ) -> None:
         """`folder` is there. `shape` and `dtype` are of a page; `fingerprint` of all that its
         numbers depend on.
         """
         self._folder = folder
-        self._kind = PageKind(fingerprint, tuple(shape), np.dtype(dtype))
+        self._kind = PageKind(fingerprint, tuple(shape), np.dtype(dtype), stripes)
         self._prefix = f"{fingerprint[:16]}-"
         self._place: dict[int, tuple[Segment, int]] = {}  # by number: segment and page in it
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()

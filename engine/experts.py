@@ -25,6 +25,7 @@ EXPERT_MATRICES = ("experts_gate", "experts_up", "experts_down")
 # On CPU a few rows are multiplied one by one, and more in tiles.
 CPU_SINGLE_ROWS, CPU_TILE = 64, 16
 _LEAST_SENT = 8  # rows from one device to another in one round
+_MOST_CAME_BYTES = 2**27  # of all rows that come to a device in one round, in float32
 
 
 def expert_mlp(
@@ -173,10 +174,11 @@ def sent_mlps(
     """Returns y_SD of rows that are sorted by expert, from the devices that have the experts.
 
     Rows go in rounds, in each at most twice a device's even share to every other, so that buffers
-    are small whatever the routing; nearly always there is one. No row is dropped.
+    are small whatever the routing; where that share is small too, there is nearly always one. No
+    row is dropped.
     """
     S, P = x_SD.shape[0], expert.ways
-    share = sent_at_once(S, P)
+    share = sent_at_once(S, P, x_SD.shape[1])
     local = sizes_E.shape[0] // P
     count_PE = expert.gather(sizes_E[None], 0)
     count_PP = count_PE.reshape(P, P, local).sum(axis=-1)  # from p to q
@@ -201,9 +203,10 @@ def sent_mlps(
     return jax.lax.fori_loop(0, rounds, one, jnp.zeros(x_SD.shape, jnp.float32))
 
 
-def sent_at_once(rows: int, ways: int) -> int:
+def sent_at_once(rows: int, ways: int, width: int) -> int:
     """Returns how many of so many rows go to one device of an expert axis in a round, at most."""
-    return min(rows, max(_LEAST_SENT, -(-2 * rows // ways)))
+    most = _MOST_CAME_BYTES // (4 * width * ways)
+    return min(rows, max(_LEAST_SENT, min(-(-2 * rows // ways), most)))
 
 
 def experts_of(own_Pe: jax.Array, done: jax.Array, came_P: jax.Array, rows: int) -> jax.Array:

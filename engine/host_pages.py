@@ -53,3 +53,9 @@ def page_places(mesh: Mesh, rules: Rules, slot: Any) -> list[Places]:
     axes = rules.mesh_axes("rows")
     count = rules.ways(mesh, "rows")
     return [Places(slot, part_of(mesh, axes, number), number, count) for number in range(count)]
+
+
+def stripes_of(page: jax.ShapeDtypeStruct) -> int:
+    """Returns the devices that the tokens of a page are dealt out to."""
+    assert isinstance(page.sharding, NamedSharding)
+    return page.sharding.mesh.shape["sequence"]

@@ -37,7 +37,7 @@ class KVLayout:
     place_of_layer: tuple[int, ...]
     places: int
     kv_heads: int
-    cell_width: int  # numbers of a cell of one head
+    cell_width: int  # numbers of a cell of one head, with what fills it up
     values: tuple[int, int]  # which of them are the value
     page_size: int
     dtype: np.dtype
@@ -64,11 +64,13 @@ class KVLayout:
         return Spec(shape, ("pages", self.heads_axis, None, None), self.dtype)
 
 
-def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype, stages: int = 1) -> KVLayout:
+def kv_layout(
+    config: ModelConfig, page_size: int, dtype: np.dtype, stages: int = 1, lanes: int = 1
+) -> KVLayout:
     """Returns the page groups of `config`: as many places as the rarest KV kind has layers.
 
     With several `stages` a page's places are shared out over the devices that have the layers, and
-    those of the layout are the most that one has.
+    those of the layout are the most that one has. A cell is filled up to a multiple of `lanes`.
     """
     kinds: dict[int | None, list[int]] = {window: [] for window in config.windows}
     for layer, window in enumerate(config.windows):
@@ -88,13 +90,14 @@ def kv_layout(config: ModelConfig, page_size: int, dtype: np.dtype, stages: int 
     places = 1 + max(place for _, place in where.values())
     H, latent = config.head_width, config.latent
     values = (H, 2 * H) if latent is None else (0, latent.rank)
+    width = 2 * H if latent is None else latent.cell_width
     return KVLayout(
         groups=tuple(groups),
         group_of_layer=tuple(where[layer][0] for layer in range(config.num_layers)),
         place_of_layer=tuple(where[layer][1] for layer in range(config.num_layers)),
         places=places,
         kv_heads=config.kv_heads if latent is None else 1,
-        cell_width=2 * H if latent is None else latent.cell_width,
+        cell_width=-(-width // lanes) * lanes,
         values=values,
         page_size=page_size,
         dtype=np.dtype(dtype),

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least time that a step can take on given chips: operations, bytes of weights and KV, links.
+"""What a step takes on given chips: operations, bytes of weights and KV, what goes over links.
 
 Williams, Waterman and Patterson, "Roofline" (CACM 2009): a step takes at least its operations over
 the chip's rate, and at least its bytes over the memory's. Attention counts the cells that queries
-see; latent attention has absorbed weights, as the engine runs it.
+see; latent attention has absorbed weights, as the engine runs it. What chips tell each other is
+waited for: nothing else of a layer can go on.
 """
 
 from typing import NamedTuple
 
-from engine.capacity import Parallel, Shape, cell_bytes, shards, size, used_share
+from engine.capacity import Parallel, Room, Shape, cell_bytes, roomy, shards, size, used_share
 from engine.chips import Chip
-from engine.kv import KVLayout
 from engine.models.config import ModelConfig
+from engine.traffic import Traffic, ring_traffic, step_traffic
 from sharding import Spec
+
+HOP_S = 1e-6  # to a neighbour, however little it is told; jax-ml.github.io/scaling-book
 
 
 class Work(NamedTuple):
@@ -25,7 +28,8 @@ class Work(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step on one chip: its operations and bytes, and the seconds that each take.
+    """A step on one chip: its operations and bytes, and the seconds that each take, those of the
+    links with a microsecond for every hop.
 
     Experts are taken to be chosen evenly, so that each chip's have the same load.
     """
@@ -42,16 +46,17 @@ class Step(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The bound: reads wait for each other; computing, reading and sending may overlap."""
-        return max(self.compute_s, self.weights_s + self.kv_s, self.links_s)
+        """Reads wait for each other; computing and reading overlap; links are waited for."""
+        return max(self.compute_s, self.weights_s + self.kv_s) + self.links_s
 
     @property
     def bound(self) -> str:
-        """What takes that long."""
-        if self.seconds == self.compute_s:
-            return "compute"
-        if self.seconds == self.links_s:
+        """What takes most of that."""
+        reads_s = self.weights_s + self.kv_s
+        if self.links_s >= max(self.compute_s, reads_s):
             return "links"
+        if self.compute_s >= reads_s:
+            return "compute"
         return "weights" if self.weights_s >= self.kv_s else "KV"
 
     @property
@@ -60,12 +65,14 @@ class Step(NamedTuple):
 
 
 def step(shape: Shape, parallel: Parallel, chip: Chip, work: Work) -> Step:
-    """Returns the roofline of a step."""
+    """Returns what a step takes."""
+    shape = shape.split(parallel.tensor)
     rows = -(-work.requests // parallel.replicas)
-    tokens = rows * work.width
+    ring = ring_ways(shape, parallel, work)
+    tokens = rows * work.width // ring
     # Experts see the tokens of all replicas that they are split over.
-    shared = -(-work.requests // parallel.data) * work.width
-    flops = attention_flops(shape, rows, work) / parallel.tensor
+    shared = -(-work.requests // parallel.data) * work.width // ring
+    flops = attention_flops(shape, rows, work) / (parallel.tensor * parallel.sequence)
     weights = 0.0
     for name, spec in shape.specs:
         seen = shared if "experts" in spec.axes else tokens
@@ -75,8 +82,10 @@ def step(shape: Shape, parallel: Parallel, chip: Chip, work: Work) -> Step:
             used = rows if name in ("head", "embedding") else seen
             flops += 2 * part * used * used_share(name, spec, shape.config)
         weights += part * spec.dtype.itemsize * read_share(name, spec, shape.config, seen)
-    kv = rows * kv_bytes(shape, work) / shards((shape.layout.heads_axis,), parallel)
-    links = link_bytes(shape, parallel, tokens)
+    kv = rows * kv_bytes(shape, work) / (shape.heads_ways(parallel) * parallel.sequence)
+    told = work_traffic(shape, parallel, work)
+    links = sum(one.collective.times * one.sent_bytes for one in told)
+    hops = sum(one.collective.times * one.hops for one in told)
     return Step(
         work.requests * work.width,
         flops,
@@ -86,8 +95,25 @@ def step(shape: Shape, parallel: Parallel, chip: Chip, work: Work) -> Step:
         flops / chip.flops,
         weights / chip.bandwidth,
         kv / chip.bandwidth,
-        links / chip.link_bandwidth,
+        links / chip.link_bandwidth + hops * HOP_S,
     )
+
+
+def ring_ways(shape: Shape, parallel: Parallel, work: Work) -> int:
+    """Returns over how many chips the tokens of each row are shared out: pieces that have a page
+    for each chip of a sequence axis are."""
+    ways = parallel.sequence
+    return ways if work.width >= ways * shape.layout.page_size else 1
+
+
+def work_traffic(shape: Shape, parallel: Parallel, work: Work) -> list[Traffic]:
+    """Returns what chips tell each other, of a model that is split over the tensor axis."""
+    rows = -(-work.requests // parallel.replicas)
+    if (ring := ring_ways(shape, parallel, work)) == 1:
+        return step_traffic(shape, parallel, rows * work.width)
+    tokens = rows * work.width // ring
+    found = step_traffic(shape, parallel._replace(sequence=1), tokens)
+    return found + list(ring_traffic(shape, parallel, tokens, work.before))
 
 
 def is_matrix(name: str, spec: Spec) -> bool:
@@ -110,15 +136,16 @@ def read_share(name: str, spec: Spec, config: ModelConfig, tokens: int) -> float
 
 def attention_flops(shape: Shape, rows: int, work: Work) -> float:
     """Returns the operations of queries with keys, and of weights with values, in all layers."""
-    key, value = cell_parts(shape.layout)
+    key, value = attended_widths(shape.config)
     pairs = sum(visible_pairs(window, work) for window in shape.config.windows)
     return 2.0 * rows * shape.config.query_heads * (key + value) * pairs
 
 
-def cell_parts(layout: KVLayout) -> tuple[int, int]:
+def attended_widths(config: ModelConfig) -> tuple[int, int]:
     """Returns (key, value): the numbers of a cell that make each; of a latent, they overlap."""
-    first, end = layout.values
-    return first or layout.cell_width, end - first
+    if config.latent is not None:
+        return config.latent.cell_width, config.latent.rank
+    return config.head_width, config.head_width
 
 
 def visible_pairs(window: int | None, work: Work) -> int:
@@ -136,17 +163,37 @@ def kv_bytes(shape: Shape, work: Work) -> float:
     return total * cell_bytes(shape.layout)
 
 
-def link_bytes(shape: Shape, parallel: Parallel, tokens: int) -> float:
-    """Returns the bytes that a chip sends in a step of so many tokens a replica.
+class Choice(NamedTuple):
+    """A layout with what it leaves, a prefill chunk in each replica, and a decode of the largest
+    batch; both end at the longest context."""
 
-    Two sums over the tensor shards a layer, as rings (2 (n - 1) / n of the sum's bytes each); a
-    token goes to each of its experts and back, wherever it is.
+    room: Room
+    prefill: Step
+    decode: Step
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for a token of a prompt and one of an output, when all rows are busy."""
+        return 1 / self.prefill.tokens_per_s + 1 / self.decode.tokens_per_s
+
+
+def choose(shape: Shape, chip: Chip, found: Room, max_num_seqs: int | None) -> Choice:
+    """Returns what a layout comes to; `max_num_seqs` of each replica, None for as many as fit."""
+    parallel, longest = found.parallel, shape.max_model_len
+    most = found.batch if max_num_seqs is None else max_num_seqs * parallel.replicas
+    chunk = min(shape.step_tokens, longest)
+    prefill = Work(parallel.replicas, chunk, longest - chunk)
+    decode = Work(min(found.batch, most), 1, longest - 1)
+    return Choice(found, *(step(shape, parallel, chip, work) for work in (prefill, decode)))
+
+
+def choices(
+    shape: Shape, chip: Chip, usable_bytes: int, chips: int, max_num_seqs: int | None
+) -> list[Choice]:
+    """Returns the layouts that hold a request of full length, the fastest first.
+
+    Where two are as fast, that of the lesser tensor size is first.
     """
-    config, (tensor, expert) = shape.config, (parallel.tensor, parallel.expert)
-    state = tokens * config.width * shape.layout.dtype.itemsize
-    sums = 2 * config.num_layers * state * 2 * (tensor - 1) / tensor
-    if config.experts is None:
-        return sums
-    layers = sum(map(config.has_experts, range(config.num_layers)))
-    away = config.experts.chosen * (expert - 1) / expert
-    return sums + 2 * layers * state * away / tensor
+    rooms = roomy(shape, usable_bytes, chips)
+    found = [choose(shape, chip, room, max_num_seqs) for room in rooms]
+    return sorted(found, key=lambda choice: choice.token_s)

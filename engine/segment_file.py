@@ -37,13 +37,14 @@ class PageKind:
     """What the pages of a file are: the fingerprint of their model, and the array of each."""
 
     fingerprint: str
-    shape: tuple[int, ...]  # [places, K, W, C]
+    shape: tuple[int, ...]  # [places, K, W, C], those of all devices that have parts of it
     dtype: np.dtype
+    stripes: int = 1  # devices that a page's tokens are dealt out to
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return self.shape[-2]
+        return self.shape[-2] * self.stripes
 
     @property
     def page_bytes(self) -> int:

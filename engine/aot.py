@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs compiled ahead of time for slices of TPUs, and what the compiler says of them.
+
+libtpu has the compiler and the topologies of all TPUs, and needs none of them. Nothing runs: what
+can be held to is memory (what a chip has, what is updated in place) and what chips tell each other.
+"""
+
+import collections
+import importlib.util
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from engine.batch import BatchShape
+from engine.buckets import Body, Ladder
+from engine.capacity import Parallel, Shape
+from engine.kv import kv_layout
+from engine.loading import abstract_parameters
+from engine.models.config import ModelConfig
+from engine.models.split import device_config, split_config
+from engine.program_store import Program
+from engine.programs import ProgramFactory, total_tokens
+from engine.step import StepConfig
+from engine.traffic import Collective, step_traffic
+from sharding import RULES, make_mesh
+
+# Of a chip, as the compiler counts it.
+HBM_BYTES = {"v5e": 15.75 * 2**30, "v5p": 95.74 * 2**30, "v6e": 31.25 * 2**30}
+LANES = 128  # of a register, and of a row in memory
+TOPOLOGY = re.compile(rf"({'|'.join(HBM_BYTES)}):\d+x\d+(x\d+)?")
+# In optimized HLO: a computation's head, a line of it, arrays, and what is called from where.
+COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(")
+LINE = re.compile(r"^\s+(?:ROOT )?%[\w.-]+ = (.*?) ([a-z][\w-]*)\(")
+ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\](\{[^}]*\})?")
+LOOP = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
+CALL = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=%([\w.-]+)")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+COUNT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
+    "reduce-scatter",
+)
+NOT_MADE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional")
+
+
+class Slice(NamedTuple):
+    """A model on the chips of a TPU slice, such as "v5e:2x4": so many of them along each mesh axis,
+    `rows` requests of up to `row_tokens` in each replica, `num_pages` on each chip."""
+
+    config: ModelConfig
+    topology: str
+    parallel: Parallel
+    rows: int
+    row_tokens: int
+    num_pages: int
+    page_size: int = 64
+    step_tokens: int = 512
+    dtype: Any = jax.numpy.bfloat16
+
+    @property
+    def hbm_bytes(self) -> float:
+        """What a chip has for programs."""
+        return HBM_BYTES[self.topology.split(":")[0]]
+
+
+class DoesNotCompile(Exception):
+    """The compiler refuses a program: it does not fit, or has what TPUs do not do."""
+
+
+class Compiled(NamedTuple):
+    """A program as the compiler reports it: bytes of a chip, seconds to lower and to compile."""
+
+    name: str
+    argument_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    host_argument_bytes: int
+    host_output_bytes: int
+    largest_temporary_bytes: int
+    collectives: list[Collective]
+    seconds: float
+
+    @property
+    def used_bytes(self) -> int:
+        """What a chip has to have at once, by the compiler's count."""
+        new = self.output_bytes - self.aliased_bytes
+        return self.argument_bytes + self.temporary_bytes + new
+
+
+def compiler_settings() -> dict[str, str]:
+    """Returns the environment variables with which jax finds libtpu's compiler.
+
+    Raises FileNotFoundError where it is not installed.
+    """
+    found = {"TPU_SKIP_MDS_QUERY": "1"}  # there is no metadata server to ask
+    path = Path(os.environ.get("TPU_LIBRARY_PATH", f"{sys.prefix}/aot/libtpu/libtpu.so"))
+    if path.exists():
+        return found | {"TPU_LIBRARY_PATH": str(path)}
+    if importlib.util.find_spec("libtpu") is None:
+        raise FileNotFoundError(f"{path} is missing, the compiler for TPUs; run make test-slow")
+    return found
+
+
+def slice_devices(topology: str) -> list[Any]:
+    """Returns the chips of a slice; ValueError for one that there is not."""
+    if not TOPOLOGY.fullmatch(topology):
+        raise ValueError(f"{topology!r} is no slice of TPUs; write such as v6e:2x4 or v5p:2x2x4")
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except jax.errors.JaxRuntimeError as error:
+        lines = str(error).splitlines()
+        raise ValueError(f"{topology!r} is no slice that libtpu knows: {lines[0]}") from None
+    return list(found.devices)
+
+
+def make_factory(case: Slice) -> tuple[ProgramFactory, Ladder]:
+    """Returns the programs as the engine would build them on the slice, and their shapes."""
+    devices, sizes = slice_devices(case.topology), case.parallel
+    if sizes.chips > len(devices):
+        raise ValueError(f"{sizes.mesh} needs {sizes.chips} chips; {case.topology} has fewer")
+    mesh = make_mesh(devices[: sizes.chips], **sizes._asdict())
+    dtype, ladder = np.dtype(case.dtype), Ladder(case.rows, case.step_tokens)
+    part = device_config(split_config(case.config, sizes.tensor), sizes.tensor, sizes.expert)
+    layout = kv_layout(part, case.page_size, dtype, lanes=LANES)
+    host_page = case.page_size * sizes.sequence
+    places = -(-case.row_tokens // host_page)
+    cfg = StepConfig(
+        model=part,
+        layout=layout,
+        shape=BatchShape(len(layout.groups), places, case.rows, host_page),
+        mesh=mesh,
+        rules=RULES,
+        score_tokens=max(total_tokens(body) for body in ladder.bodies),
+        forbidden=None,
+    )
+    params = abstract_parameters(case.config, mesh, RULES, dtype, stacked=True)
+    return ProgramFactory(cfg, params, case.num_pages, stacked=True), ladder
+
+
+def step_bodies(ladder: Ladder) -> tuple[Body, Body]:
+    """Returns the largest body of decodes alone, and that of the largest steps with prompts."""
+    decodes = [body for body in ladder.bodies if all(group.kind == "decode" for group in body)]
+    return max(decodes, key=total_tokens), max(ladder.bodies, key=total_tokens)
+
+
+def compile_program(program: Program) -> Compiled:
+    """Returns what the compiler says of a program; DoesNotCompile for one that it refuses."""
+    begin = time.monotonic()
+    try:
+        compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise DoesNotCompile(f"{program.name}: {str(error).splitlines()[0]}") from error
+    seconds, memory = time.monotonic() - begin, compiled.memory_analysis()
+    text = compiled.as_text()
+    assert memory is not None and text is not None, "libtpu's compiler gives both"
+    hlo = parsed(text)
+    return Compiled(
+        program.name,
+        memory.argument_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.host_argument_size_in_bytes,
+        memory.host_output_size_in_bytes,
+        largest_temporary(hlo, memory.temp_size_in_bytes),
+        collectives(hlo),
+        seconds,
+    )
+
+
+class Hlo(NamedTuple):
+    """A program as the compiler shows it: the lines of its computations by name."""
+
+    entry: str
+    lines: dict[str, list[str]]
+
+
+def parsed(text: str) -> Hlo:
+    """Returns a program of its text."""
+    lines: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if head := COMPUTATION.match(line):
+            name = head[2]
+            lines[name] = []
+            entry = name if head[1] else entry
+        elif lines:
+            lines[name].append(line)
+    return Hlo(entry, lines)
+
+
+def called(line: str) -> list[str]:
+    """Returns the computations that a line calls, but for loops."""
+    names = CALL.findall(line)
+    for branches in BRANCHES.findall(line):
+        names += [branch.strip().lstrip("%") for branch in branches.split(",")]
+    return names
+
+
+def collectives(hlo: Hlo) -> list[Collective]:
+    """Returns the collectives of a program.
+
+    Those of a loop of a known count are there so often; what is in a loop within it, or in one
+    whose end is data, counts once a turn of the outermost known one.
+    """
+
+    def walk(name: str, times: int) -> Iterator[Collective]:
+        for line in hlo.lines[name]:
+            if found := LINE.match(line):
+                kind = found[2].removesuffix("-start")
+                if kind in COLLECTIVES:
+                    sizes = made_bytes(found[1])
+                    # A start gives the operand beside the result.
+                    size = sum(sizes) if kind == found[2] else max(sizes)
+                    yield Collective(kind, times, size)
+            if loop := LOOP.search(line):
+                yield from walk(loop[2], times if times > 1 else turns_of(hlo.lines[loop[1]]))
+            for inner in called(line):
+                yield from walk(inner, times)
+
+    return list(walk(hlo.entry, 1))
+
+
+def turns_of(condition: list[str]) -> int:
+    """Returns how often a loop turns whose condition this is; 1 if that is data."""
+    counts = [int(found[1]) for line in condition if (found := COUNT.search(line))]
+    return counts[0] if len(counts) == 1 else 1
+
+
+def made_bytes(shapes: str, elsewhere: bool = True) -> list[int]:
+    """Returns the bytes of each of the arrays that a line makes, and of those that are not in a
+    chip's large memory if `elsewhere`."""
+    return [
+        max(1, int(bits) // 8) * math.prod(int(n) for n in dims.split(",") if n)
+        for _, bits, dims, layout in ARRAY.findall(shapes)
+        if elsewhere or "S(" not in layout
+    ]
+
+
+def largest_temporary(hlo: Hlo, total: int) -> int:
+    """Returns the bytes of the largest array that may be a temporary, of `total` bytes of them.
+
+    What is larger than all of them together is updated in place.
+    """
+
+    def walk(name: str) -> Iterator[int]:
+        for line in hlo.lines[name]:
+            if (found := LINE.match(line)) and found[2] not in NOT_MADE:
+                yield from made_bytes(found[1], elsewhere=False)
+            if loop := LOOP.search(line):
+                yield from walk(loop[2])
+            if found and found[2] != "fusion":  # what is fused is never in memory
+                for inner in called(line):
+                    yield from walk(inner)
+
+    return max((size for size in walk(hlo.entry) if size <= total), default=0)
+
+
+def planned(shape: Shape, parallel: Parallel, body: Body) -> list[Collective]:
+    """Returns the collectives that a body is to have, of a model not yet split."""
+    told = step_traffic(shape.split(parallel.tensor), parallel, total_tokens(body))
+    return [one.collective for one in told]
+
+
+def differing(found: Iterable[Collective], wanted: Iterable[Collective]) -> list[str]:
+    """Returns a line for each collective that is there and was not planned, or the reverse.
+
+    XLA writes a gathering of little as a sum of parts that are filled up with zeros: of equal bytes
+    they are one.
+    """
+
+    def plain(one: Collective) -> Collective:
+        return one._replace(kind="all-reduce") if one.kind == "all-gather" else one
+
+    there = collections.Counter(map(plain, found))
+    planned = collections.Counter(map(plain, wanted))
+    extra = [f"{shown(one)} not planned" for one in (there - planned).elements()]
+    return extra + [f"{shown(one)} planned, not there" for one in (planned - there).elements()]
+
+
+def shown(one: Collective) -> str:
+    return f"{one.times} x {one.kind} of {one.bytes} bytes"
+
+
+def least_layer_bytes(factory: ProgramFactory) -> int:
+    """Returns the bytes that a chip has of a layer's weights or of its part of the pool, whichever
+    is least, of all layers."""
+    runs = zip(factory.cfg.model.segments(), factory.params["segments"], strict=True)
+    layers = [
+        sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in tree.values())
+        // len(run)
+        for run, tree in runs
+    ]
+    layout = factory.cfg.layout
+    return min(*layers, factory.num_pages * layout.page_bytes // layout.places)
+
+
+def faults(
+    compiled: Compiled, factory: ProgramFactory, hbm_bytes: float, wanted: Iterable[Collective]
+) -> Iterator[str]:
+    """Yields what is wrong with a body on a chip, a line each."""
+    pool, least = factory.num_pages * factory.cfg.layout.page_bytes, least_layer_bytes(factory)
+    if compiled.used_bytes > hbm_bytes:
+        yield f"{compiled.used_bytes} bytes do not fit the {hbm_bytes:.0f} of a chip"
+    if compiled.aliased_bytes < pool:
+        yield f"{compiled.aliased_bytes} bytes are updated in place, the pool has {pool}"
+    if compiled.largest_temporary_bytes >= least:
+        size = compiled.largest_temporary_bytes
+        yield f"a temporary of {size} bytes, a layer or its part of the pool has {least}"
+    yield from differing(compiled.collectives, wanted)
