@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from absl import flags
+
+from sharding import parse_mesh
 
 ENGINE_OPTIONS = (
     "dtype",
@@ -55,6 +58,19 @@ class UsageError(Exception):
 
 class Interrupted(Exception):
     """The user ended the command. Its text says what was finished."""
+
+
+def make_cpu_devices(mesh: str) -> None:
+    """Has CPU show as many devices as a mesh needs, if that is where the command will run.
+
+    To be called before anything asks for a device.
+    """
+    try:
+        count = math.prod(parse_mesh(mesh).values())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if count > 1:
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def define_engine_flags(values: flags.FlagValues) -> None:

@@ -14,7 +14,8 @@ from engine.memory import device_tree_bytes
 def explain(llm: LLM) -> list[str]:
     """Returns the lines; all programs are made first, so that their costs are known."""
     llm.engine.programs.wait()
-    return [*model_lines(llm), *memory_lines(llm), *bucket_lines(llm), *program_lines(llm)]
+    parts = (model_lines, memory_lines, mesh_lines, bucket_lines, program_lines)
+    return [line for part in parts for line in part(llm)]
 
 
 def size(num_bytes: float) -> str:
@@ -44,6 +45,27 @@ def memory_lines(llm: LLM) -> Iterator[str]:
     )
     state = device_tree_bytes(factory.state) - pool
     yield f"row state  {size(state)}, most of it biases and tallies"
+
+
+def mesh_lines(llm: LLM) -> Iterator[str]:
+    """Yields how arrays are shared out over the mesh: of parameters alike in all layers, one."""
+    mesh = llm.built.factory.cfg.mesh
+    if mesh.size == 1:
+        return
+    axes = ", ".join(f"{axis}={ways}" for axis, ways in mesh.shape.items() if ways > 1)
+    yield f"mesh       {axes}; devices {', '.join(str(d.id) for d in mesh.devices.flat)}"
+    yield f"{'array':<34}{'count':>6} {'shape of all':<22}{'split over':<34}{'MB a device':>12}"
+    found: dict[tuple[Any, ...], int] = {}
+    trees = {"": llm.engine.params, "pool": llm.engine.state.pool}
+    for first, tree in trees.items():
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            name = ".".join(filter(None, [first, *map(str, names)]))
+            alike = (name, leaf.shape, str(tuple(leaf.sharding.spec)), device_tree_bytes(leaf))
+            found[alike] = found.get(alike, 0) + 1
+    for (name, shape, spec, num_bytes), count in found.items():
+        bytes_each = f"{num_bytes / 1e6:.3f}"
+        yield f"{name:<34}{count:>6} {shape!s:<22}{spec:<34}{bytes_each:>12}"
 
 
 def bucket_lines(llm: LLM) -> Iterator[str]:

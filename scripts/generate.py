@@ -30,6 +30,7 @@ from scripts.command_line import (
     UsageError,
     define_engine_flags,
     given,
+    make_cpu_devices,
     replaced_file,
     run_command,
     to_json,
@@ -82,6 +83,7 @@ class Writer(Protocol):
 def main() -> None:
     model = FLAGS.model
     options = given(FLAGS, ENGINE_OPTIONS)
+    make_cpu_devices(options.get("mesh", ""))
     with usage_errors():
         EngineConfig(model=model, **options)
     mode = chosen_mode()

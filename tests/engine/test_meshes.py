@@ -17,8 +17,11 @@ from engine.build import engine_mesh
 from engine.kv import kv_layout
 from engine.loading import read_config
 from engine.models.stages import stage_layers
+from engine.programs import total_tokens
+from scripts.explain import mesh_lines
 from sharding import RULES, parse_mesh
 from tests.engine.conftest import GOLDEN, greedy, open_on_demand, watch_plans
+from tests.fixtures import write_tiny
 
 ROWS, BUDGET, PAGE = 4, 128, 16
 LENGTHS = (5, 40, 200, 100, 130, 17, 60, 150)
@@ -47,9 +50,11 @@ def open_mesh(arch, mesh, *, tight=False, **options):
         num_pages=pages,
         **options,
     )
-    ladder, decodes = llm.built.ladder, Group("decode", ROWS, 1)
-    first = [Group("chunk", 4, 32)] + ([Group("ring", 1, ladder.ring)] if ladder.ring else [])
-    ladder.bodies = ((decodes,), *((group, decodes) for group in first))
+    ladder, largest = llm.built.ladder, {}
+    for body in sorted(ladder.bodies, key=total_tokens):
+        largest[tuple(group.kind for group in body)] = body
+    kinds = [("decode",), ("chunk", "decode"), *([("ring", "decode")] if ladder.ring else [])]
+    ladder.bodies = tuple(largest[kind] for kind in kinds)
     ladder.__dict__.pop("_by_size", None)
     return llm
 
@@ -128,6 +133,7 @@ def test_a_mesh_says_what_one_device_says(arch, mesh, options):
         assert rings, "no piece was shared out"
 
 
+@pytest.mark.slow
 def test_several_steps_in_flight_say_the_same():
     """Decodes of a pipeline go round in parts, four steps in one dispatch."""
     jobs = [prompt for prompt in prompts() if len(prompt) < 70]
@@ -140,6 +146,63 @@ def test_several_steps_in_flight_say_the_same():
         said.append([output.outputs[0].token_ids for each in outs for output in each])
         assert {plan.repeat for plan in plans} == {1, steps}
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=2,sequence=2", slow("tensor=4"), slow("pipe=2,data=2"), slow("sequence=4")]
+)
+def test_lower_tiers_of_a_mesh(mesh, tmp_path):
+    """Pages go to the host and to disk and come back, and the next engine finds them."""
+    options = dict(tight=True, host_cache_gb=0.004, disk_cache_dir=tmp_path, preemption="park")
+    said = []
+    for _ in range(2):
+        llm = open_mesh("llama", mesh, **options)
+        said += outputs(llm)[0]
+        stats = llm.cache.stats()
+        assert stats["host_in_pages"] > 0 and stats["host_out_pages"] > 0
+        llm.close()
+    assert stats["disk_out_pages"] > 0
+    for (tokens, _), (expected, _) in zip(said, alone("llama") * 2, strict=True):
+        assert tokens == expected
+
+
+def test_scores_vectors_and_a_plain_pass_of_a_mesh():
+    """Of prompts that go through rings, and partitions that have different numbers of them."""
+    plain, llm = open_mesh("llama", ""), open_mesh("llama", "data=2,sequence=2,tensor=2")
+    jobs = prompts()[:5]
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    for one, other in zip(plain.generate(jobs, params), llm.generate(jobs, params), strict=True):
+        for entry, wanted in zip(other.prompt_logprobs[1:], one.prompt_logprobs[1:], strict=True):
+            assert list(entry) == list(wanted)
+            for token in entry:
+                assert entry[token].logprob == pytest.approx(wanted[token].logprob, abs=1e-4)
+    for one, other in zip(plain.encode(jobs), llm.encode(jobs), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    logits_TV = llm.forward(jobs[1])
+    assert logits_TV.shape == (len(jobs[1]), llm.model_config.vocab_size)
+    np.testing.assert_allclose(logits_TV, plain.forward(jobs[1]), atol=2e-4)
+
+
+def test_the_report_says_which_part_a_device_has():
+    lines = list(mesh_lines(open_mesh("mixtral", "expert=2,tensor=2")))
+    assert lines[0] == "mesh       expert=2, tensor=2; devices 0, 1, 2, 3"
+    [gate] = [line for line in lines if line.startswith("segments.experts_gate ")]
+    assert "('expert', None, 'tensor')" in gate
+    assert not list(mesh_lines(open_mesh("llama", "")))
+
+
+def test_a_vocabulary_that_does_not_divide_is_filled_up(tmp_path):
+    """301 ids over 8 devices: those that fill up are never sampled, nor shown."""
+    folder = write_tiny(tmp_path / "m", vocab_size=301)
+    params = SamplingParams(temperature=3.0, seed=1, max_tokens=60, logprobs=3, ignore_eos=True)
+    said = []
+    for mesh in ("", "tensor=2", "data=2,tensor=4"):
+        llm = open_on_demand(folder, mesh=mesh, max_num_seqs=2, max_num_batched_tokens=32)
+        [output] = llm.generate([[5, 6, 7]], params)
+        said.append(output.outputs[0].token_ids)
+        assert max(max(entry) for entry in output.outputs[0].logprobs) <= 300
+        assert llm.forward([1, 2]).shape == (2, 301)
+    assert said[0] == said[1] == said[2]
 
 
 def test_stages_are_even_and_none_is_empty():
