@@ -25,11 +25,12 @@ from engine.buckets import Body, Ladder
 from engine.capacity import Parallel, Shape
 from engine.kv import kv_layout
 from engine.loading import abstract_parameters
+from engine.memory import device_tree_bytes
 from engine.models.config import ModelConfig
 from engine.models.split import device_config, split_config
 from engine.program_store import Program
 from engine.programs import ProgramFactory, total_tokens
-from engine.step import StepConfig
+from engine.step_config import StepConfig
 from engine.traffic import Collective, step_traffic
 from sharding import RULES, make_mesh
 
@@ -102,7 +103,8 @@ def compiler_settings() -> dict[str, str]:
 
     Raises FileNotFoundError where it is not installed.
     """
-    found = {"TPU_SKIP_MDS_QUERY": "1"}  # there is no metadata server to ask
+    # There is no metadata server to ask, and no TPU that a second process would take away.
+    found = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     path = Path(os.environ.get("TPU_LIBRARY_PATH", f"{sys.prefix}/aot/libtpu/libtpu.so"))
     if path.exists():
         return found | {"TPU_LIBRARY_PATH": str(path)}
@@ -118,8 +120,8 @@ def slice_devices(topology: str) -> list[Any]:
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except jax.errors.JaxRuntimeError as error:
-        lines = str(error).splitlines()
-        raise ValueError(f"{topology!r} is no slice that libtpu knows: {lines[0]}") from None
+        first = str(error).splitlines()[0]
+        raise ValueError(f"{topology!r} cannot be compiled for: {first}") from None
     return list(found.devices)
 
 
@@ -237,13 +239,12 @@ def turns_of(condition: list[str]) -> int:
     return counts[0] if len(counts) == 1 else 1
 
 
-def made_bytes(shapes: str, elsewhere: bool = True) -> list[int]:
-    """Returns the bytes of each of the arrays that a line makes, and of those that are not in a
-    chip's large memory if `elsewhere`."""
+def made_bytes(shapes: str, *, in_hbm: bool = False) -> list[int]:
+    """Returns the bytes of each of the arrays that a line makes; of those in HBM only, if asked."""
     return [
         max(1, int(bits) // 8) * math.prod(int(n) for n in dims.split(",") if n)
         for _, bits, dims, layout in ARRAY.findall(shapes)
-        if elsewhere or "S(" not in layout
+        if not in_hbm or "S(" not in layout  # the number of another memory
     ]
 
 
@@ -256,7 +257,7 @@ def largest_temporary(hlo: Hlo, total: int) -> int:
     def walk(name: str) -> Iterator[int]:
         for line in hlo.lines[name]:
             if (found := LINE.match(line)) and found[2] not in NOT_MADE:
-                yield from made_bytes(found[1], elsewhere=False)
+                yield from made_bytes(found[1], in_hbm=True)
             if loop := LOOP.search(line):
                 yield from walk(loop[2])
             if found and found[2] != "fusion":  # what is fused is never in memory
@@ -283,9 +284,9 @@ def differing(found: Iterable[Collective], wanted: Iterable[Collective]) -> list
         return one._replace(kind="all-reduce") if one.kind == "all-gather" else one
 
     there = collections.Counter(map(plain, found))
-    planned = collections.Counter(map(plain, wanted))
-    extra = [f"{shown(one)} not planned" for one in (there - planned).elements()]
-    return extra + [f"{shown(one)} planned, not there" for one in (planned - there).elements()]
+    due = collections.Counter(map(plain, wanted))
+    extra = [f"{shown(one)} not planned" for one in (there - due).elements()]
+    return extra + [f"{shown(one)} planned, not there" for one in (due - there).elements()]
 
 
 def shown(one: Collective) -> str:
@@ -310,8 +311,11 @@ def faults(
 ) -> Iterator[str]:
     """Yields what is wrong with a body on a chip, a line each."""
     pool, least = factory.num_pages * factory.cfg.layout.page_bytes, least_layer_bytes(factory)
-    if compiled.used_bytes > hbm_bytes:
-        yield f"{compiled.used_bytes} bytes do not fit the {hbm_bytes:.0f} of a chip"
+    there = device_tree_bytes(factory.params) + device_tree_bytes(factory.state)
+    # What a body does not read, the head's matrix, is on the chip all the same.
+    needed = compiled.used_bytes + max(0, there - compiled.argument_bytes)
+    if needed > hbm_bytes:
+        yield f"{needed} bytes do not fit the {hbm_bytes:.0f} of a chip"
     if compiled.aliased_bytes < pool:
         yield f"{compiled.aliased_bytes} bytes are updated in place, the pool has {pool}"
     if compiled.largest_temporary_bytes >= least:

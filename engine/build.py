@@ -46,7 +46,7 @@ from engine.params import SamplingParams
 from engine.program_store import ProgramStore, machine_fingerprint
 from engine.programs import ProgramFactory, build_programs
 from engine.scheduler import Scheduler
-from engine.step import StepConfig
+from engine.step_config import StepConfig
 from engine.strict import CompileCounter
 from engine.waiting import Admission, Tenants
 from sharding import RULES, make_mesh, parse_mesh

@@ -17,7 +17,6 @@ from engine.sampling import TOP_LOGPROBS, Logprobs
 from engine.state import State, empty_state, state_axes
 from engine.step import (
     Hidden,
-    StepConfig,
     run_body,
     run_copy,
     run_head,
@@ -27,6 +26,7 @@ from engine.step import (
     run_row,
     run_score,
 )
+from engine.step_config import StepConfig
 from sharding import Axes
 
 MOVES = 8  # pages that one call of the programs "copy", "park" and "restore" moves

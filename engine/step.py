@@ -16,28 +16,17 @@ J pages a row, W cells a page, D width.
 
 import dataclasses
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from engine.batch import BatchShape
+from engine.attend import paged_attend, whole_runs
 from engine.buckets import Group
-from engine.kv import (
-    KVLayout,
-    Pool,
-    copy_pages,
-    place_set,
-    place_view,
-    put_pages,
-    take_pages,
-)
+from engine.kv import Pool, copy_pages, put_pages, take_pages
 from engine.layers import Params
 from engine.logits import Wishes, changed_logits, count_tokens, set_row
-from engine.models.config import ModelConfig
 from engine.models.decoder import (
     LayerData,
     embed,
@@ -47,7 +36,6 @@ from engine.models.decoder import (
     layer_function,
     run_layers,
 )
-from engine.models.decoder import Tokens as LayerTokens
 from engine.params import NO_TOKEN
 from engine.pipeline import map_stage, run_stages
 from engine.sampling import (
@@ -60,31 +48,17 @@ from engine.sampling import (
     sample_or_argmax,
 )
 from engine.state import State
+from engine.step_config import StepConfig
+from engine.tokens import (
+    Tokens,
+    decode_tokens,
+    layer_tokens,
+    own_tokens,
+    part_of_rows,
+    tokens_of,
+    valid_places,
+)
 from engine.vocabulary import columns
-from pallas_kernels.paged_attention import Rows, paged_attention
-from pallas_kernels.paged_attention.xla import by_kv_head, no_parts, output_of
-from pallas_kernels.pages import NULL_PAGE, write_cells
-from pallas_kernels.ring_attention import add_past, add_ring
-from sharding import ALONE, Axis, Rules
-from sharding.layouts import order_of, places_of
-
-
-class StepConfig(NamedTuple):
-    """What all programs of an engine are built from; all of it static. Sizes are one device's."""
-
-    model: ModelConfig
-    layout: KVLayout
-    shape: BatchShape
-    mesh: Mesh
-    rules: Rules
-    score_tokens: int  # tokens of the hidden rows that the score head reads
-    forbidden: np.ndarray | None  # bool [ids of all devices]: those never sampled, or None
-    ring_layout: str = "striped"  # of sharding/layouts.py
-
-    def axis(self, name: str) -> Axis:
-        """Returns a mesh axis as the programs ask for it."""
-        ways = self.mesh.shape[name]
-        return Axis((name,), ways) if ways > 1 else ALONE
 
 
 class Hidden(NamedTuple):
@@ -97,255 +71,6 @@ class Hidden(NamedTuple):
     row_S: jax.Array
     prompt_CD: jax.Array | None
     broken_B: jax.Array | None
-
-
-class Tokens(NamedTuple):
-    """The tokens of one row group, flat, and how its attention finds its keys."""
-
-    token_T: jax.Array
-    position_T: jax.Array
-    cell_GT: jax.Array
-    valid_T: jax.Array
-    length_T: jax.Array  # the longest that each token's sequence gets
-    rows_G: Rows  # with a leading group axis on tables and starts
-    offset: jax.Array | None = None  # of a ring: the place of the piece's first token in it
-
-
-def decode_tokens(group: Group, part: dict[str, jax.Array], state: State) -> Tokens:
-    """Returns the newest token of each row; finished and null rows are idle."""
-    row_B = part["row_B"]
-    finished_B = state.finished_R[row_B]
-    cell_GB = state.length_GR[:, row_B]
-    count_B = jnp.where(finished_B, 0, 1).astype(jnp.int32)
-    rows = Rows(part["table_GBJ"], cell_GB, count_B)
-    length_B = state.settings(row_B)["length"]
-    return Tokens(
-        state.token_R[row_B], state.position_R[row_B], cell_GB, ~finished_B, length_B, rows
-    )
-
-
-def wide_tokens(group: Group, part: dict[str, jax.Array]) -> Tokens:
-    """Returns the tokens of chunk or tree rows, which the host knows."""
-    B, T = part["token_BT"].shape
-    index_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    depth_BT = part.get("depth_BT")
-    position_BT = part["start_B"][:, None] + (index_BT if depth_BT is None else depth_BT)
-    cell_GBT = part["cell_GB"][:, :, None] + index_BT[None]
-    valid_BT = index_BT < part["count_B"][:, None]
-    rows = Rows(
-        part["table_GBJ"], part["cell_GB"], part["count_B"], depth_BT, part.get("ancestors_BT")
-    )
-    flat = part["token_BT"].reshape(-1), position_BT.reshape(-1)
-    cells_GT = cell_GBT.reshape(cell_GBT.shape[0], -1)
-    # Tree rows get theirs when ropes that need it are drafted for.
-    length_B = part.get("length_B", jnp.zeros((B,), jnp.int32))
-    return Tokens(*flat, cells_GT, valid_BT.reshape(-1), jnp.repeat(length_B, T), rows)
-
-
-def ring_tokens(group: Group, part: dict[str, jax.Array], cfg: StepConfig) -> Tokens:
-    """Returns this device's tokens of a piece whose tokens the sequence axis shares.
-
-    The piece stands in pages that all devices together have; queries of `rows_G` begin where the
-    first of them does.
-    """
-    assert group.rows == 1, "one piece has the ring for itself"
-    place_T, offset = ring_places(group, cfg)(cfg.axis("sequence").here()), ring_offset(part, cfg)
-    count = part["count_B"][0]
-    rows = Rows(part["table_GBJ"], part["cell_GB"] - offset, part["count_B"] + offset)
-    return Tokens(
-        part["token_BT"][0][place_T],
-        part["start_B"] - offset + place_T,
-        rows.start_B + place_T[None],
-        (place_T >= offset) & (place_T < offset + count),
-        jnp.broadcast_to(part["length_B"], place_T.shape),
-        rows,
-        offset,
-    )
-
-
-def ring_places(group: Group, cfg: StepConfig):
-    """Returns the function from a device of the ring to the places of its tokens."""
-    ways, page = cfg.axis("sequence").ways, cfg.layout.page_size
-    return partial(places_of, cfg.ring_layout, group.width, ways, page)
-
-
-def ring_offset(part: dict[str, jax.Array], cfg: StepConfig) -> jax.Array:
-    """Returns the place of a piece's first token in the pages that it stands in."""
-    return part["start_B"][0] % (cfg.layout.page_size * cfg.axis("sequence").ways)
-
-
-def valid_places(group: Group, part: dict[str, jax.Array], cfg: StepConfig) -> jax.Array:
-    """Returns bool [rows, width]: which places of a group of pieces have tokens."""
-    first = ring_offset(part, cfg) if group.kind == "ring" else jnp.int32(0)
-    place_BT = jnp.arange(group.width, dtype=jnp.int32)[None]
-    return (place_BT >= first) & (place_BT < first + part["count_B"][:, None])
-
-
-def own_tokens(group: Group, cfg: StepConfig) -> int:
-    """Returns how many tokens of a group this device has."""
-    count = group.rows * group.width
-    return count // cfg.axis("sequence").ways if group.kind == "ring" else count
-
-
-def page_of_cells(tokens: Tokens, group: Group, page_size: int, stripes: Axis) -> jax.Array:
-    """Returns page_GT, the page that each token's KV is written to.
-
-    The null page if the token is idle, or its page is another device's of `stripes`: places of a
-    table are dealt out in pages, as `paged_attention` has it.
-    """
-    index_GT = tokens.cell_GT // page_size
-    place_GBU = (index_GT // stripes.ways).reshape(len(index_GT), group.rows, -1)
-    J = tokens.rows_G.table_BJ.shape[-1]
-    page_GBU = jnp.take_along_axis(
-        tokens.rows_G.table_BJ, jnp.clip(place_GBU, 0, J - 1), axis=2, mode="promise_in_bounds"
-    )
-    own_GT = tokens.valid_T[None] & (index_GT % stripes.ways == stripes.here())
-    return jnp.where(own_GT, page_GBU.reshape(tokens.cell_GT.shape), NULL_PAGE)
-
-
-def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
-    """Returns the `Attend` of a step: write this step's K and V, then attend over the pages."""
-    W, stripes = cfg.layout.page_size, cfg.axis("sequence")
-    page_GT = jnp.concatenate(
-        [page_of_cells(t, group, W, stripes) for t, group in zip(parts, body, strict=True)], axis=1
-    )
-    offset_GT = jnp.concatenate([t.cell_GT % W for t in parts], axis=1)
-    tables = [t.rows_G for t in parts]
-    layout = cfg.layout
-    counts = [own_tokens(group, cfg) for group in body]
-    offsets = [t.offset for t in parts]
-
-    @jax.jit  # unrolled layers share one trace
-    def store_and_attend(array, q_TNH, cell_TKC, sinks_N, page_T, offset_T, window, group_rows):
-        array = write_cells(array, cell_TKC, page_T, offset_T)
-        first, outputs = 0, []
-        for group, rows, count, offset in zip(body, group_rows, counts, offsets, strict=True):
-            own = slice(first, first + count)
-            first += count
-            if offset is not None:
-                array, out_TNV = ring_attend(
-                    cfg, group, offset, array, q_TNH[own], cell_TKC[own], sinks_N, window, rows
-                )
-                outputs.append(out_TNV)
-                continue
-            q_BUNH = q_TNH[own].reshape(group.rows, group.width, *q_TNH.shape[1:])
-            out_BUNV = paged_attention(
-                q_BUNH,
-                array,
-                rows,
-                window,
-                scale=cfg.model.attention_scale,
-                softcap=cfg.model.attention_softcap,
-                sinks_N=sinks_N,
-                values=layout.values,
-                stripes=stripes,
-            )
-            outputs.append(out_BUNV.reshape(count, *out_BUNV.shape[2:]))
-        return array, jnp.concatenate(outputs)
-
-    def attend(pool, layer, heads):
-        array, offset = place_view(pool, layer.place)
-        rows = [
-            r._replace(table_BJ=r.table_BJ[layer.group] + offset, start_B=r.start_B[layer.group])
-            for r in tables
-        ]
-        cell_TKC = heads.k_TKH
-        if heads.v_TKY is not None:
-            cell_TKC = jnp.concatenate([heads.k_TKH, heads.v_TKY], axis=-1)
-        window = jnp.asarray(layer.window, jnp.int32)
-        page_T, offset_T = page_GT[layer.group] + offset, offset_GT[layer.group]
-        array, out_TNV = store_and_attend(
-            array, heads.q_TNH, cell_TKC, heads.sinks_N, page_T, offset_T, window, rows
-        )
-        return place_set(pool, layer.place, array), out_TNV
-
-    return attend
-
-
-def ring_attend(
-    cfg: StepConfig,
-    group: Group,
-    offset: jax.Array,
-    array: jax.Array,
-    q_TNH: jax.Array,
-    cell_TKC: jax.Array,
-    sinks_N: jax.Array | None,
-    window: jax.Array,
-    rows: Rows,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (pages, out_TNV) of this device's tokens of a ring: among themselves, and over what
-    was stored before.
-
-    In layouts other than "striped" a token's page may be another device's: it is written there.
-    """
-    axis, W, layout = cfg.axis("sequence"), cfg.layout.page_size, cfg.layout
-    places = ring_places(group, cfg)
-    order_T = order_of(cfg.ring_layout, group.width, axis.ways, W)
-    if cfg.ring_layout != "striped":
-        array = write_run(array, axis.gather(cell_TKC, 0)[order_T], rows, offset, W, axis)
-    q_RWNH = q_TNH.reshape(-1, W, *q_TNH.shape[1:])
-    q_RKXH = by_kv_head(q_RWNH, cell_TKC.shape[1], cfg.model.attention_scale)
-    values, softcap = layout.values, cfg.model.attention_softcap
-    parts = no_parts(q_RKXH, W, values[1] - values[0], sinks_N)
-    parts = add_ring(
-        parts,
-        q_RKXH,
-        cell_TKC.astype(array.dtype),
-        places,
-        axis,
-        window,
-        softcap=softcap,
-        values=values,
-        first=offset,
-    )
-    end = rows.start_B[0] + offset
-
-    def with_past(parts):
-        return add_past(
-            parts,
-            q_TNH,
-            array,
-            rows,
-            order_T,
-            places(axis.here()),
-            axis,
-            window,
-            end=end,
-            scale=cfg.model.attention_scale,
-            softcap=softcap,
-            values=values,
-        )
-
-    parts = jax.lax.cond(end > 0, with_past, lambda parts: parts, parts)
-    out_RWNV = output_of(parts, W, q_TNH.dtype)
-    return array, out_RWNV.reshape(q_TNH.shape[0], *out_RWNV.shape[2:])
-
-
-def write_run(
-    array: jax.Array, cell_TKC: jax.Array, rows: Rows, offset: jax.Array, W: int, axis: Axis
-) -> jax.Array:
-    """Returns the pages with those cells of a run, in order, whose pages are this device's."""
-    place_T = jnp.arange(len(cell_TKC), dtype=jnp.int32)
-    index_T = (rows.start_B[0] + place_T) // W
-    own_T = (index_T % axis.ways == axis.here()) & (place_T >= offset)
-    own_T = own_T & (place_T < rows.count_B[0])
-    inside_T = jnp.clip(index_T // axis.ways, 0, rows.table_BJ.shape[1] - 1)
-    page_T = jnp.where(own_T, rows.table_BJ[0][inside_T], NULL_PAGE)
-    return write_cells(array, cell_TKC, page_T, place_T % W)
-
-
-def whole_runs(x_TD: jax.Array, body: tuple[Group, ...], cfg: StepConfig) -> jax.Array:
-    """Returns x_TD with all tokens of a ring, in order, on every device."""
-    axis, first, parts = cfg.axis("sequence"), 0, []
-    for group in body:
-        count = own_tokens(group, cfg)
-        part_TD = x_TD[first : first + count]
-        if group.kind == "ring":
-            order_T = order_of(cfg.ring_layout, group.width, axis.ways, cfg.layout.page_size)
-            part_TD = axis.gather(part_TD, 0)[order_T]
-        parts.append(part_TD)
-        first += count
-    return jnp.concatenate(parts)
 
 
 def advance(state: State, body: tuple[Group, ...], parts: list[dict[str, jax.Array]]) -> State:
@@ -404,23 +129,6 @@ def mark_broken(
     return dataclasses.replace(state, broken_R=broken_R), x_TD
 
 
-def tokens_of(group: Group, part: dict[str, jax.Array], state: State, cfg: StepConfig) -> Tokens:
-    """Returns this device's tokens of a row group."""
-    if group.kind == "decode":
-        return decode_tokens(group, part, state)
-    return ring_tokens(group, part, cfg) if group.kind == "ring" else wide_tokens(group, part)
-
-
-def layer_tokens(parts: list[Tokens]) -> LayerTokens:
-    """Returns what layers need to know of the tokens of all row groups."""
-    return LayerTokens(
-        *(
-            jnp.concatenate([getattr(tokens, name) for tokens in parts])
-            for name in ("position_T", "length_T", "valid_T")
-        )
-    )
-
-
 def run_alone(params, x_TD, pool, cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
     """Returns (x_TD, pool) after all layers, which this device has."""
     return run_layers(
@@ -466,31 +174,6 @@ def run_pipeline(params, x_TD, pool, cfg: StepConfig, body: tuple[Group, ...], p
     x_MTD, pool = run_stages(cfg.model, x_MTD, pool, stage)
     wholes = [x_MTD[:, first:last] for first, last in zip(ends, ends[1:], strict=False)]
     return jnp.concatenate([whole.reshape(-1, x_TD.shape[1]) for whole in wholes]), pool
-
-
-def part_of_rows(
-    tokens: Tokens, part: jax.Array, count: int, rows: int, active: jax.Array
-) -> Tokens:
-    """Returns the tokens of one part of a group's rows; idle ones if it is not `active`."""
-
-    def cut(array, size, axis=0):
-        return jax.lax.dynamic_slice_in_dim(array, part * size, size, axis)
-
-    table, start, number, *rest = tokens.rows_G
-    return Tokens(
-        token_T=cut(tokens.token_T, count),
-        position_T=cut(tokens.position_T, count),
-        cell_GT=cut(tokens.cell_GT, count, 1),
-        valid_T=cut(tokens.valid_T, count) & active,
-        length_T=cut(tokens.length_T, count),
-        rows_G=Rows(
-            cut(table, rows, 1),
-            cut(start, rows, 1),
-            jnp.where(active, cut(number, rows), 0),
-            *(array if array is None else cut(array, rows) for array in rest),
-        ),
-        offset=tokens.offset,
-    )
 
 
 def run_body(

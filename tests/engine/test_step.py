@@ -16,7 +16,7 @@ from engine.models.oracle import forward_jit
 from engine.models.split import device_config, split_config
 from engine.models.tree import parameter_specs
 from engine.programs import ProgramFactory
-from engine.step import StepConfig
+from engine.step_config import StepConfig
 from sharding import RULES, Spec, make_mesh
 
 W = 16  # cells a page

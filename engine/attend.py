@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the tokens of a step meet those of their sequences: pages are written, then attended over.
+
+Letters: T tokens of a step or of one group's rows, flat; B rows of a group, U tokens a row; G page
+groups, J pages a row, W cells a page; R blocks of a ring's queries, C numbers of a cell.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from engine.buckets import Group
+from engine.kv import place_set, place_view
+from engine.step_config import StepConfig
+from engine.tokens import Tokens, own_tokens, ring_places
+from pallas_kernels.paged_attention import Rows, paged_attention
+from pallas_kernels.paged_attention.xla import by_kv_head, no_parts, output_of
+from pallas_kernels.pages import NULL_PAGE, write_cells
+from pallas_kernels.ring_attention import add_past, add_ring
+from sharding import Axis
+from sharding.layouts import order_of
+
+
+def page_of_cells(tokens: Tokens, group: Group, page_size: int, stripes: Axis) -> jax.Array:
+    """Returns page_GT, the page that each token's KV is written to.
+
+    The null page if the token is idle, or its page is another device's of `stripes`: places of a
+    table are dealt out in pages, as `paged_attention` has it.
+    """
+    index_GT = tokens.cell_GT // page_size
+    place_GBU = (index_GT // stripes.ways).reshape(len(index_GT), group.rows, -1)
+    J = tokens.rows_G.table_BJ.shape[-1]
+    page_GBU = jnp.take_along_axis(
+        tokens.rows_G.table_BJ, jnp.clip(place_GBU, 0, J - 1), axis=2, mode="promise_in_bounds"
+    )
+    own_GT = tokens.valid_T[None] & (index_GT % stripes.ways == stripes.here())
+    return jnp.where(own_GT, page_GBU.reshape(tokens.cell_GT.shape), NULL_PAGE)
+
+
+def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
+    """Returns the `Attend` of a step: write this step's K and V, then attend over the pages."""
+    W, stripes = cfg.layout.page_size, cfg.axis("sequence")
+    page_GT = jnp.concatenate(
+        [page_of_cells(t, group, W, stripes) for t, group in zip(parts, body, strict=True)], axis=1
+    )
+    offset_GT = jnp.concatenate([t.cell_GT % W for t in parts], axis=1)
+    tables = [t.rows_G for t in parts]
+    layout = cfg.layout
+    counts = [own_tokens(group, cfg) for group in body]
+    offsets = [t.offset for t in parts]
+
+    @jax.jit  # unrolled layers share one trace
+    def store_and_attend(array, q_TNH, cell_TKC, sinks_N, page_T, offset_T, window, group_rows):
+        array = write_cells(array, cell_TKC, page_T, offset_T)
+        first, outputs = 0, []
+        for group, rows, count, offset in zip(body, group_rows, counts, offsets, strict=True):
+            own = slice(first, first + count)
+            first += count
+            if offset is not None:
+                array, out_TNV = ring_attend(
+                    cfg, group, offset, array, q_TNH[own], cell_TKC[own], sinks_N, window, rows
+                )
+                outputs.append(out_TNV)
+                continue
+            q_BUNH = q_TNH[own].reshape(group.rows, group.width, *q_TNH.shape[1:])
+            out_BUNV = paged_attention(
+                q_BUNH,
+                array,
+                rows,
+                window,
+                scale=cfg.model.attention_scale,
+                softcap=cfg.model.attention_softcap,
+                sinks_N=sinks_N,
+                values=layout.values,
+                stripes=stripes,
+            )
+            outputs.append(out_BUNV.reshape(count, *out_BUNV.shape[2:]))
+        return array, jnp.concatenate(outputs)
+
+    def attend(pool, layer, heads):
+        array, offset = place_view(pool, layer.place)
+        rows = [
+            r._replace(table_BJ=r.table_BJ[layer.group] + offset, start_B=r.start_B[layer.group])
+            for r in tables
+        ]
+        cell_TKC = heads.k_TKH
+        if heads.v_TKY is not None:
+            cell_TKC = jnp.concatenate([heads.k_TKH, heads.v_TKY], axis=-1)
+        window = jnp.asarray(layer.window, jnp.int32)
+        page_T, offset_T = page_GT[layer.group] + offset, offset_GT[layer.group]
+        array, out_TNV = store_and_attend(
+            array, heads.q_TNH, cell_TKC, heads.sinks_N, page_T, offset_T, window, rows
+        )
+        return place_set(pool, layer.place, array), out_TNV
+
+    return attend
+
+
+def ring_attend(
+    cfg: StepConfig,
+    group: Group,
+    offset: jax.Array,
+    array: jax.Array,
+    q_TNH: jax.Array,
+    cell_TKC: jax.Array,
+    sinks_N: jax.Array | None,
+    window: jax.Array,
+    rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (pages, out_TNV) of this device's tokens of a ring: among themselves, and over what
+    was stored before.
+
+    In layouts other than "striped" a token's page may be another device's: it is written there.
+    """
+    axis, W, layout = cfg.axis("sequence"), cfg.layout.page_size, cfg.layout
+    places = ring_places(group, cfg)
+    order_T = order_of(cfg.ring_layout, group.width, axis.ways, W)
+    if cfg.ring_layout != "striped":
+        array = write_run(array, axis.gather(cell_TKC, 0)[order_T], rows, offset, W, axis)
+    q_RWNH = q_TNH.reshape(-1, W, *q_TNH.shape[1:])
+    q_RKXH = by_kv_head(q_RWNH, cell_TKC.shape[1], cfg.model.attention_scale)
+    values, softcap = layout.values, cfg.model.attention_softcap
+    parts = no_parts(q_RKXH, W, values[1] - values[0], sinks_N)
+    parts = add_ring(
+        parts,
+        q_RKXH,
+        cell_TKC.astype(array.dtype),
+        places,
+        axis,
+        window,
+        softcap=softcap,
+        values=values,
+        first=offset,
+    )
+    end = rows.start_B[0] + offset
+
+    def with_past(parts):
+        return add_past(
+            parts,
+            q_TNH,
+            array,
+            rows,
+            order_T,
+            places(axis.here()),
+            axis,
+            window,
+            end=end,
+            scale=cfg.model.attention_scale,
+            softcap=softcap,
+            values=values,
+        )
+
+    parts = jax.lax.cond(end > 0, with_past, lambda parts: parts, parts)
+    out_RWNV = output_of(parts, W, q_TNH.dtype)
+    return array, out_RWNV.reshape(q_TNH.shape[0], *out_RWNV.shape[2:])
+
+
+def write_run(
+    array: jax.Array, cell_TKC: jax.Array, rows: Rows, offset: jax.Array, W: int, axis: Axis
+) -> jax.Array:
+    """Returns the pages with those cells of a run, in order, whose pages are this device's."""
+    place_T = jnp.arange(len(cell_TKC), dtype=jnp.int32)
+    index_T = (rows.start_B[0] + place_T) // W
+    own_T = (index_T % axis.ways == axis.here()) & (place_T >= offset)
+    own_T = own_T & (place_T < rows.count_B[0])
+    inside_T = jnp.clip(index_T // axis.ways, 0, rows.table_BJ.shape[1] - 1)
+    page_T = jnp.where(own_T, rows.table_BJ[0][inside_T], NULL_PAGE)
+    return write_cells(array, cell_TKC, page_T, place_T % W)
+
+
+def whole_runs(x_TD: jax.Array, body: tuple[Group, ...], cfg: StepConfig) -> jax.Array:
+    """Returns x_TD with all tokens of a ring, in order, on every device."""
+    axis, first, parts = cfg.axis("sequence"), 0, []
+    for group in body:
+        count = own_tokens(group, cfg)
+        part_TD = x_TD[first : first + count]
+        if group.kind == "ring":
+            order_T = order_of(cfg.ring_layout, group.width, axis.ways, cfg.layout.page_size)
+            part_TD = axis.gather(part_TD, 0)[order_T]
+        parts.append(part_TD)
+        first += count
+    return jnp.concatenate(parts)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all programs of an engine are built from."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from engine.batch import BatchShape
+from engine.kv import KVLayout
+from engine.models.config import ModelConfig
+from sharding import ALONE, Axis, Rules
+
+
+class StepConfig(NamedTuple):
+    """What all programs of an engine are built from; all of it static. Sizes are one device's."""
+
+    model: ModelConfig
+    layout: KVLayout
+    shape: BatchShape
+    mesh: Mesh
+    rules: Rules
+    score_tokens: int  # tokens of the hidden rows that the score head reads
+    forbidden: np.ndarray | None  # bool [ids of all devices]: those never sampled, or None
+    ring_layout: str = "striped"  # of sharding/layouts.py
+
+    def axis(self, name: str) -> Axis:
+        """Returns a mesh axis as the programs ask for it."""
+        ways = self.mesh.shape[name]
+        return Axis((name,), ways) if ways > 1 else ALONE
