@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from engine.batch import BatchShape
 from engine.buckets import Body, Ladder
 from engine.capacity import Parallel, Shape
-from engine.kv import kv_layout
+from engine.kv import TPU_LANES, kv_layout
 from engine.loading import abstract_parameters
 from engine.memory import device_tree_bytes
 from engine.models.config import ModelConfig
@@ -36,7 +36,6 @@ from sharding import RULES, make_mesh
 
 # Of a chip, as the compiler counts it.
 HBM_BYTES = {"v5e": 15.75 * 2**30, "v5p": 95.74 * 2**30, "v6e": 31.25 * 2**30}
-LANES = 128  # of a register, and of a row in memory
 TOPOLOGY = re.compile(rf"({'|'.join(HBM_BYTES)}):\d+x\d+(x\d+)?")
 # In optimized HLO: a computation's head, a line of it, arrays, and what is called from where.
 COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(")
@@ -133,7 +132,7 @@ def make_factory(case: Slice) -> tuple[ProgramFactory, Ladder]:
     mesh = make_mesh(devices[: sizes.chips], **sizes._asdict())
     dtype, ladder = np.dtype(case.dtype), Ladder(case.rows, case.step_tokens)
     part = device_config(split_config(case.config, sizes.tensor), sizes.tensor, sizes.expert)
-    layout = kv_layout(part, case.page_size, dtype, lanes=LANES)
+    layout = kv_layout(part, case.page_size, dtype, lanes=TPU_LANES)
     host_page = case.page_size * sizes.sequence
     places = -(-case.row_tokens // host_page)
     cfg = StepConfig(

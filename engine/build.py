@@ -24,7 +24,7 @@ from engine.deterministic import check_rows
 from engine.disk_cache import DiskCache
 from engine.fingerprint import kv_fingerprint
 from engine.host_pages import page_places, stripes_of
-from engine.kv import KVLayout, kv_layout
+from engine.kv import TPU_LANES, KVLayout, kv_layout
 from engine.loading import (
     Model,
     abstract_parameters,
@@ -99,7 +99,8 @@ def build_engine(config: EngineConfig) -> Built:
     split = split_config(model.config, ways)
     stages = mesh.shape["pipe"]
     part = device_config(split, ways, mesh.shape["expert"], stages)
-    layout = kv_layout(part, page_size, dtype, stages)
+    form = dict(stages=stages, lanes=TPU_LANES if platform == "tpu" else 1)
+    layout = kv_layout(part, page_size, dtype, **form)
     ladder = Ladder(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -143,7 +144,7 @@ def build_engine(config: EngineConfig) -> Built:
     if config.disk_cache_dir is not None:
         for path in disk_folders(Path(config.disk_cache_dir), RULES.ways(mesh, "rows")):
             make_disk_folder(path, store.resolve(config.model))
-    whole = kv_layout(split, page_size, dtype, stages)
+    whole = kv_layout(split, page_size, dtype, **form)
     fingerprint = cached_fingerprint(config, model, whole, (ladder.bodies, mesh.shape))
     places = page_places(mesh, RULES, factory.slot())
     disks: list[DiskCache | None] = [None] * len(places)

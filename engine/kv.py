@@ -21,6 +21,7 @@ from engine.pages import PageGroup
 from pallas_kernels.pages import page_bytes, page_shape
 from sharding import Spec
 
+TPU_LANES = 128  # of a register, and of a row in memory
 Pool = Any  # tuple of arrays, or one array: see above
 
 

@@ -3,8 +3,10 @@
 
 A pool is `[P, K, W, C]`: pages, KV heads, cells of a page, and the numbers of a cell: K beside V of
 one head, so that one read brings both, and a head size of 64 fills the 128 lanes of a TPU register
-without padding; or, of latent attention, one latent beside the rotated key. Page 0 is the null
-page: it belongs to nobody, writes that must go nowhere go there, and no query ever sees it.
+without padding; or, of latent attention, one latent beside the rotated key. A cell may be filled up
+with zeros: XLA for TPU lays an array out so that lanes are wasted least, and a pool whose cells
+take no whole lanes is copied into another layout by every program. Page 0 is the null page: it
+belongs to nobody, writes that must go nowhere go there, and no query ever sees it.
 
 Letters: P pages, K KV heads, W cells a page, C numbers a cell, T tokens, B rows, J pages of a row.
 """
@@ -29,7 +31,8 @@ def page_bytes(kv_heads: int, page_size: int, cell_width: int, dtype: np.dtype) 
 def write_cells(
     pool: jax.Array, cell_TKC: jax.Array, page_T: jax.Array, offset_T: jax.Array
 ) -> jax.Array:
-    """Returns `pool` [P, K, W, C] with each token's cells stored at (page_T, offset_T).
+    """Returns `pool` [P, K, W, C] with each token's cells, of C numbers or less, stored at
+    (page_T, offset_T).
 
     What is not finite is stored as 0: a cell that a query's mask leaves out is still multiplied by
     0, so that a NaN there would reach whoever has the page next. In place when `pool` is donated
@@ -37,7 +40,8 @@ def write_cells(
     several of them may share a cell there, whose content is never read.
     """
     P, K, W, C = pool.shape
-    cell_TKC = cell_TKC.astype(pool.dtype)
+    unused = C - cell_TKC.shape[-1]
+    cell_TKC = jnp.pad(cell_TKC.astype(pool.dtype), ((0, 0), (0, 0), (0, unused)))
     cell_TKC = jnp.where(jnp.isfinite(cell_TKC), cell_TKC, 0)
     heads_K = jnp.arange(K, dtype=jnp.int32)
     row_TK = (page_T[:, None] * K + heads_K[None, :]) * W + offset_T[:, None]

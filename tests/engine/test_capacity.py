@@ -13,11 +13,12 @@ import pytest
 
 from engine import capacity
 from engine.capacity import Parallel
-from engine.chips import CHIPS, parse_chips
+from engine.chips import parse_chips
 from engine.kv import empty_pool
-from engine.loading import read_config
+from engine.loading import abstract_parameters, read_config
+from engine.memory import device_tree_bytes
 from engine.models.tree import parameter_specs
-from sharding import make_mesh
+from sharding import RULES, make_mesh, parse_mesh
 
 ROOT = pathlib.Path(__file__).parents[1] / "data"
 KIB = 1024
@@ -32,11 +33,17 @@ PUBLISHED = {
 }
 
 
-def shape_of(name, dtype=jnp.bfloat16, page_size=64, max_model_len=8192, step_tokens=512):
+def shape_of(name, dtype=jnp.bfloat16, page_size=64, max_model_len=8192, step_tokens=512, lanes=1):
     path = ROOT / "configs" / f"{name}.json"
     path = path if path.exists() else ROOT / "golden/tiny" / name
-    options = dict(page_size=page_size, max_model_len=max_model_len, step_tokens=step_tokens)
-    return capacity.shape_of(read_config(path), np.dtype(dtype), **options)
+    return capacity.shape_of(
+        read_config(path),
+        np.dtype(dtype),
+        page_size=page_size,
+        max_model_len=max_model_len,
+        step_tokens=step_tokens,
+        lanes=lanes,
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -77,64 +84,73 @@ def test_bytes_are_those_of_the_arrays(name):
     assert capacity.weight_bytes(shape) == sum(array.nbytes for array in arrays)
     pool = empty_pool(shape.layout, 3, stacked=True)
     assert pool.nbytes == 3 * shape.layout.page_bytes
-    cells = shape.layout.places * capacity.cell_bytes(shape.layout)
-    assert pool.nbytes == 3 * 16 * cells
+    assert pool.nbytes == 3 * 16 * shape.layout.places * capacity.cell_bytes(shape.layout)
 
 
-@pytest.mark.parametrize("parallel", [Parallel(4, 1, 2), Parallel(1, 4, 2), Parallel(2, 2, 2)])
-def test_a_chips_share_is_what_shardings_give_a_device(parallel):
-    shape = shape_of("qwen3_moe", jnp.float32)
-    mesh = make_mesh(jax.devices(), **parallel._asdict())
-    first = 0
-    for _, spec in shape.specs:
-        part = capacity.RULES.sharding(mesh, spec).shard_shape(spec.shape)
-        first += int(np.prod(part)) * spec.dtype.itemsize
-    assert capacity.weight_bytes(shape, parallel) == first
-    assert capacity.shards((None, "kv_heads", None, None), parallel) == parallel.tensor
+def test_cells_take_whole_lanes_of_memory():
+    """A latent of 576 numbers takes 640 on a TPU; 256 of a head's key and value take no more."""
+    assert shape_of("deepseek-v3", lanes=128).layout.page_bytes == 61 * 64 * 640 * 2
+    plain, filled = (shape_of("llama-3.1-8b", lanes=lanes).layout for lanes in (1, 128))
+    assert plain == filled
 
 
-# The least tensor size that holds weights and a useful pool in 0.9 of each chip.
-ADVISED = {
-    ("llama-3.1-8b", "v5e", 8): Parallel(4, 1, 2),  # 16.1 GB in 14.4: two chips
-    ("llama-3.1-8b", "h100", 8): Parallel(8, 1, 1),
-    ("llama-3.1-70b", "h100", 8): Parallel(2, 1, 4),  # two would leave 1.4 GB of pool
-    ("llama-3.1-70b", "h200", 2): Parallel(1, 1, 2),
-    ("qwen3-30b-a3b", "v5e", 8): Parallel(1, 8, 1),
-    ("gemma-3-27b", "v6e", 8): Parallel(2, 1, 4),
-    ("deepseek-v3", "h200", 16): Parallel(1, 16, 1),
-}
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "expert=4,tensor=2", "data=2,expert=4"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_chips_share_is_what_the_engine_gives_a_device(mesh, dtype):
+    shape, parallel = shape_of("qwen3_moe", dtype), Parallel(**parse_mesh(mesh))
+    devices = make_mesh(jax.devices(), **parallel._asdict())
+    params = abstract_parameters(shape.config, devices, RULES, np.dtype(dtype), stacked=True)
+    assert capacity.weight_bytes(shape, parallel) == device_tree_bytes(params)
+    assert parallel.mesh == mesh and Parallel().mesh == "data=1"
+    assert shape.split(parallel.tensor).heads_ways(parallel) == parallel.tensor
 
 
-@pytest.mark.parametrize("name, chip, count", ADVISED)
-def test_the_least_tensor_size_that_leaves_a_pool_is_advised(name, chip, count):
-    shape, usable = shape_of(name), int(CHIPS[chip].memory_bytes * 0.9)
-    found = capacity.advise(shape, usable, count, 32)
-    assert found.parallel == ADVISED[name, chip, count] and found.parallel.chips == count
-    assert found.weight_bytes + found.pool_bytes <= usable
-    assert found.weight_bytes + found.pool_bytes + found.page_bytes > usable
-    assert found.batch >= 32 or found.pool_bytes >= usable / 4
+def test_what_fills_up_and_copies_of_kv_heads_take_memory():
+    """The tiny llama has fewer KV heads than eight."""
+    shape, ways = shape_of("llama", jnp.float32), 8
+    copies = ways // shape.config.kv_heads
+    assert copies > 1
+    found = capacity.room(shape, 10**9, Parallel(tensor=ways))
+    alone = capacity.room(shape, 10**9, Parallel())
+    assert found.page_bytes == alone.page_bytes * copies // ways
+    devices = make_mesh(jax.devices(), tensor=ways)
+    params = abstract_parameters(shape.config, devices, RULES, np.dtype(np.float32), stacked=True)
+    assert found.weight_bytes == device_tree_bytes(params) > alone.weight_bytes // ways
 
 
-def test_layouts_divide_what_they_split():
-    """Eight KV heads allow eight shards; one latent is repeated on all of them."""
-    sizes = [p.tensor for p in capacity.layouts(shape_of("llama-3.1-70b").config, 64)]
-    assert sizes == [1, 2, 4, 8]
-    layouts = list(capacity.layouts(shape_of("deepseek-v3").config, 64))
-    assert [p.tensor for p in layouts] == [1, 2, 4, 8, 16, 32, 64]
-    assert all(p.chips == 64 and p.expert == 64 // p.tensor for p in layouts)
-    shape = shape_of("deepseek-v3")
-    assert capacity.room(shape, 10**12, layouts[3]).page_bytes == shape.layout.page_bytes
-    assert list(capacity.layouts(shape.config, 3)) == [Parallel(3, 1, 1)]
+def test_a_sequence_axis_shares_the_pages_of_a_request():
+    shape = shape_of("llama-3.1-8b")
+    alone, four = (capacity.room(shape, 40 * 10**9, Parallel(sequence=n)) for n in (1, 4))
+    assert four.request_pages == alone.request_pages / 4 and four.pages == alone.pages
+    assert four.batch >= 4 * alone.batch and four.parallel.replicas == 1
 
 
-def test_without_a_useful_pool_the_most_requests_win_and_without_any_there_is_none():
+def test_layouts_are_those_the_engine_has():
+    """KV heads divide, or are divided and copied; a latent is whole; experts divide evenly."""
+    shape = shape_of("llama-3.1-70b")
+    found = list(capacity.layouts(shape, 16))
+    assert {p.tensor for p in found} == {1, 2, 4, 8, 16} and {p.expert for p in found} == {1}
+    assert {p.sequence for p in found if p.tensor == 2} == {1, 2, 4, 8}
+    assert all(p.chips == 16 for p in found)
+    assert max(p.tensor for p in capacity.layouts(shape, 128)) == 64  # as many as query heads
+    moe = shape_of("deepseek-v3")
+    assert {p.expert for p in capacity.layouts(moe, 64) if p.tensor == 4} == {1, 2, 4, 8, 16}
+    assert capacity.room(moe, 10**12, Parallel(tensor=8)).page_bytes == moe.layout.page_bytes
+    assert {tuple(p) for p in capacity.layouts(moe, 3)} == {(3, 1, 1, 1), (1, 3, 1, 1)}
+    # Two pages of 64 tokens are not shared out over four chips.
+    short = shape_of("llama-3.1-70b", max_model_len=128)
+    assert max(p.sequence for p in capacity.layouts(short, 8)) == 2
+
+
+def test_a_layout_without_room_for_a_request_is_none():
     shape = shape_of("llama-3.1-8b")
     request = capacity.request_pages(shape) * shape.layout.page_bytes
     weights, page = capacity.weight_bytes(shape), shape.layout.page_bytes
-    assert capacity.advise(shape, weights + request + page, 1, 32).batch == 1
-    assert capacity.advise(shape, weights + request + page - 1, 1, 32) is None
-    assert capacity.least_chips(shape, weights + request + page - 1, 32) == 2
-    assert capacity.least_chips(shape, weights // 8, 32) is None
+    [found] = capacity.roomy(shape, weights + request + page, 1)
+    assert found.batch == 1 and found.weight_bytes + found.pool_bytes == weights + request + page
+    assert not capacity.roomy(shape, weights + request + page - 1, 1)
+    assert capacity.least_chips(shape, weights + request + page - 1) == 2
+    assert capacity.least_chips(shape, weights // 100) is None
 
 
 def test_chips_are_named_and_counted():

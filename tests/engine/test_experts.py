@@ -18,6 +18,7 @@ from engine.experts import (
     expert_counts,
     expert_mlp,
     route,
+    sent_at_once,
     slots_of,
 )
 from engine.models.config import Experts
@@ -350,3 +351,12 @@ def test_a_balanced_placement_evens_out_the_rows_of_devices():
     rows = np.bincount(np.asarray(slot_TK).reshape(-1) // 6, minlength=4)
     unbalanced = np.bincount(expert_TK.reshape(-1) // 4, minlength=4)
     assert rows.max() < 1.1 * rows.mean() < unbalanced.max() / 2
+
+
+def test_what_comes_in_a_round_is_bounded_whatever_the_width():
+    """Twice the even share, eight rows at least, and no more than 128 MiB from all in float32."""
+    assert sent_at_once(4352, 8, 2048) == 1088
+    assert sent_at_once(256, 64, 7168) == 8
+    assert sent_at_once(4, 64, 7168) == 4
+    share = sent_at_once(4352, 64, 7168)
+    assert share * 64 * 7168 * 4 <= 2**27 < (share + 1) * 64 * 7168 * 4

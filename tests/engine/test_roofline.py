@@ -5,7 +5,7 @@ import pytest
 
 from engine.capacity import Parallel, active_parameters, weight_bytes
 from engine.chips import CHIPS
-from engine.roofline import Work, step
+from engine.roofline import Work, choices, step
 from tests.engine.test_capacity import shape_of
 
 H100 = CHIPS["h100"]
@@ -74,7 +74,10 @@ def test_chips_share_the_work_and_pay_for_it_on_their_links():
     assert split.flops == pytest.approx(alone.flops / 8)
     assert split.kv_bytes == alone.kv_bytes / 8
     assert split.weight_bytes == pytest.approx(alone.weight_bytes / 8, rel=0.001)
-    assert split.link_bytes == pytest.approx(2 * 80 * 8 * 8192 * 2 * 2 * 7 / 8)
+    # Two sums a layer and the embedding's, each part of which goes around twice.
+    assert split.link_bytes == pytest.approx((2 * 80 + 1) * 8 * 8192 * 2 * 2 * 7 / 8)
+    assert split.links_s == pytest.approx(split.link_bytes / 450e9 + 161 * 2 * 4 * 1e-6)
+    assert split.seconds == pytest.approx(split.weights_s + split.kv_s + split.links_s)
     beside = step(shape, Parallel(data=8), H100, work)
     assert beside.kv_bytes == alone.kv_bytes / 8 and beside.link_bytes == 0
     assert beside.weight_bytes == pytest.approx(alone.weight_bytes, rel=0.001)
@@ -83,7 +86,29 @@ def test_chips_share_the_work_and_pay_for_it_on_their_links():
     single = step(moe, Parallel(), H100, Work(64, 1, 0))
     quarter = step(moe, Parallel(expert=4), H100, Work(64, 1, 0))
     assert quarter.flops == pytest.approx(single.flops / 4)
-    assert quarter.link_bytes == pytest.approx(2 * 48 * 16 * 2048 * 2 * 8 * 3 / 4)
+    rows = 2 * 48 * 16 * 2048 * 2 * 8 * 3 / 4  # there and back
+    counts = 48 * 4 * (4 * 128 + 4 * 4) * 3 / 4
+    assert quarter.link_bytes == pytest.approx(rows + counts)
+
+
+def test_copies_of_kv_heads_are_read_on_every_chip_that_has_them():
+    shape, work = shape_of("llama-3.1-8b"), Work(8, 1, 4095)
+    eight, sixteen = (step(shape, Parallel(tensor=n), H100, work) for n in (8, 16))
+    assert eight.kv_bytes == sixteen.kv_bytes
+    assert sixteen.weight_bytes > eight.weight_bytes / 2
+
+
+def test_a_sequence_axis_shares_contexts_and_the_tokens_of_rings():
+    shape = shape_of("llama-3.1-8b")
+    alone, four = (step(shape, Parallel(sequence=n), H100, Work(1, 1, 8191)) for n in (1, 4))
+    assert four.kv_bytes == alone.kv_bytes / 4 and four.weight_bytes == alone.weight_bytes
+    # Parts are merged by their highest logits, then their sums and totals.
+    merged = 32 * 32 * (1 + 129) * 4
+    assert four.link_bytes == pytest.approx(merged * 2 * 3 / 4)
+    alone, four = (step(shape, Parallel(sequence=n), H100, Work(1, 512, 0)) for n in (1, 4))
+    assert four.flops == pytest.approx(alone.flops / 4, rel=0.1)  # the head is on all of them
+    cells = 32 * 3 * 128 * 2 * 8 * 128 * 2
+    assert four.link_bytes == pytest.approx(cells + 512 * 4096 * 2 * 3 / 4)
 
 
 def test_what_takes_longest_bounds():
@@ -92,3 +117,33 @@ def test_what_takes_longest_bounds():
     assert step(shape, Parallel(), H100, Work(400, 1, 8191)).bound == "KV"
     slow = H100._replace(link_bandwidth=1e9)
     assert step(shape, Parallel(tensor=8), slow, Work(1, 512, 0)).bound == "links"
+
+
+# On so many chips, with as many requests as fit: what is fastest for a token in and one out.
+CHOSEN = {
+    ("llama-3.1-8b", "v5e", 8): Parallel(tensor=8),  # replicas would hold weights for pages
+    ("llama-3.1-70b", "h200", 2): Parallel(tensor=2),
+    ("qwen3-30b-a3b", "v5e", 8): Parallel(expert=2, tensor=4),
+    ("deepseek-v3", "v6e", 256): Parallel(expert=64, tensor=4),
+}
+
+
+@pytest.mark.parametrize("name, chip, count", CHOSEN)
+def test_the_layout_of_least_time_comes_first(name, chip, count):
+    shape, usable = shape_of(name, lanes=CHIPS[chip].lanes), int(CHIPS[chip].memory_bytes * 0.9)
+    found = choices(shape, CHIPS[chip], usable, count, None)
+    assert found[0].room.parallel == CHOSEN[name, chip, count]
+    assert [choice.token_s for choice in found] == sorted(choice.token_s for choice in found)
+    for choice in found:
+        left = choice.room
+        assert left.parallel.chips == count and left.batch >= 1
+        assert left.weight_bytes + left.pool_bytes <= usable
+        assert left.weight_bytes + left.pool_bytes + left.page_bytes > usable
+        assert choice.decode.tokens == left.batch
+
+
+def test_rows_bound_the_batch_of_each_replica():
+    shape, usable = shape_of("llama-3.1-8b"), int(CHIPS["v6e"].memory_bytes * 0.9)
+    found = choices(shape, CHIPS["v6e"], usable, 8, 2)
+    assert all(choice.decode.tokens <= 2 * choice.room.parallel.replicas for choice in found)
+    assert len({choice.decode.tokens for choice in found}) > 1

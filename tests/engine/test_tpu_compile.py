@@ -7,37 +7,21 @@ within the chip) and communication (no weight and no page crosses chips). Each c
 every start.
 """
 
-import collections
-import importlib.util
 import json
-import os
 import pathlib
-import re
-import sys
-import time
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
 
-from engine.batch import BatchShape
-from engine.buckets import Ladder
-from engine.kv import kv_layout
-from engine.loading import abstract_parameters
+from engine import aot
+from engine.capacity import Parallel
 from engine.models import llama, qwen_moe
-from engine.models.split import device_config, split_config
-from engine.programs import MOVES, ProgramFactory
-from engine.step import StepConfig
-from sharding import RULES, make_mesh
+from engine.programs import MOVES
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 PAGE_SIZE = 64
-STEP_TOKENS = 512
 MAX_TEMPORARIES = 256e6
-HBM_BYTES = {"v5e": 15.75 * 2**30, "v6e": 31.25 * 2**30}  # a chip, as the compiler counts it
 
 SMOLLM2 = {
     "vocab_size": 49152,
@@ -89,44 +73,24 @@ CASES = {
     "llama 8b on one v6e": Case(LLAMA_8B, "v6e:2x2", 1, 32, 2048, 65536),
 }
 
-COLLECTIVE = re.compile(
-    r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-ARRAY = re.compile(r"([a-z]+\d+)\[([\d,]*)\]")
-
 
 @pytest.fixture
 def libtpu(monkeypatch):
     """Lets jax find libtpu's compiler; devices stay the CPU's."""
-    path = pathlib.Path(os.environ.get("TPU_LIBRARY_PATH", f"{sys.prefix}/aot/libtpu/libtpu.so"))
-    if path.exists():
-        monkeypatch.setenv("TPU_LIBRARY_PATH", str(path))
-    elif importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed; make test-slow does that")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+    try:
+        settings = aot.compiler_settings()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     yield
     assert {device.platform for device in jax.devices()} == {"cpu"}
 
 
-def make_factory(case, config):
-    """Returns (ProgramFactory, Ladder) as the engine would build them on the chips."""
-    chips = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
-    mesh = make_mesh(chips[: case.chips], tensor=case.chips)
-    dtype = np.dtype(jnp.bfloat16)
-    ladder = Ladder(case.rows, STEP_TOKENS)
-    part = device_config(split_config(config, case.chips), case.chips)
-    cfg = StepConfig(
-        model=part,
-        layout=kv_layout(part, PAGE_SIZE, dtype),
-        shape=BatchShape(1, case.row_tokens // PAGE_SIZE, case.rows),
-        mesh=mesh,
-        rules=RULES,
-        score_tokens=max(g.rows * g.width for body in ladder.bodies for g in body),
-        forbidden=None,
-    )
-    params = abstract_parameters(config, mesh, RULES, dtype, stacked=True)
-    num_pages = case.pool_tokens // PAGE_SIZE + 1
-    return ProgramFactory(cfg, params, num_pages, stacked=True), ladder
+def slice_of(case, config):
+    """Returns what is compiled of a case."""
+    parallel, pages = Parallel(tensor=case.chips), case.pool_tokens // PAGE_SIZE + 1
+    return aot.Slice(config, case.topology, parallel, case.rows, case.row_tokens, pages, PAGE_SIZE)
 
 
 def largest_programs(factory, ladder):
@@ -140,80 +104,57 @@ def largest_programs(factory, ladder):
     return chosen | {program.name: program for program in moves}
 
 
-def compile_timed(program):
-    """Returns (compiled, seconds to lower and compile)."""
-    begin = time.monotonic()
-    compiled = program.lower().compile()
-    return compiled, time.monotonic() - begin
-
-
-def collectives(compiled):
-    """Returns [(kind, bytes of the result)] of every collective in the code, a loop's once."""
-    found = []
-    for shapes, kind in COLLECTIVE.findall(compiled.as_text()):
-        sizes = [
-            int(re.sub(r"\D", "", dtype)) // 8 * np.prod([int(n) for n in dims.split(",") if n])
-            for dtype, dims in ARRAY.findall(shapes)
-        ]
-        found.append((kind, int(sum(sizes))))
-    return found
-
-
-def check_memory(what, memory, chip, pool_bytes):
-    in_use = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    in_use += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    assert in_use <= HBM_BYTES[chip], f"{what}: {in_use} bytes do not fit a {chip}"
-    assert memory.temp_size_in_bytes < MAX_TEMPORARIES, what
+def check_memory(what, compiled, hbm_bytes, pool_bytes):
+    assert compiled.used_bytes <= hbm_bytes, f"{what}: {compiled.used_bytes} bytes do not fit"
+    assert compiled.temporary_bytes < MAX_TEMPORARIES, what
     if what not in ("score", "park"):  # which are not given the state
-        assert memory.alias_size_in_bytes >= pool_bytes, f"{what}: the pool is copied"
+        assert compiled.aliased_bytes >= pool_bytes, f"{what}: the pool is copied"
 
 
 def check_collectives(what, found, case):
-    kinds = collections.Counter(kind for kind, _ in found)
-    if case.chips == 1:
-        assert not kinds, what
+    if case.chips == 1 or what in ("copy", "park", "restore"):
+        assert not found, what
     elif "chunk" in what or "decode" in what:
         # The embedding's, and in the layer those after attention and MLP: activations only.
-        assert kinds == {"all-reduce": 3}, what
-    elif what in ("copy", "park", "restore"):
-        assert not kinds, what
+        layers = case.config["num_hidden_layers"]
+        assert {one.kind for one in found} == {"all-reduce"}, what
+        assert sorted(one.times for one in found) == [1, layers, layers], what
     else:
-        assert max(size for _, size in found) < 2**20, f"{what}: logits cross chips, {found}"
+        assert max(one.bytes for one in found) < 2**20, f"{what}: logits cross chips, {found}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_programs_compile_for_tpu(name, libtpu, capsys):
     case = CASES[name]
-    factory, ladder = make_factory(case, llama.from_hf(case.config))
+    target = slice_of(case, llama.from_hf(case.config))
+    factory, ladder = aot.make_factory(target)
     programs = largest_programs(factory, ladder)
     whats = {"chunk", "decode", "chunk+decode", "greedy", "sample", "logprobs", "score"}
     assert set(programs) == whats | {"copy", "park", "restore"}
     # One by one: libtpu compiles one program at a time, whatever the threads.
-    done = {what: compile_timed(program) for what, program in programs.items()}
+    done = {what: aot.compile_program(program) for what, program in programs.items()}
 
     pool_bytes = factory.num_pages * factory.cfg.layout.page_bytes
     lines = [f"{name}: pool {pool_bytes / 1e6:.1f} MB a chip; MB a chip, and seconds to compile"]
     lines.append(f"{'program':30} {'args':>9} {'aliased':>9} {'temp':>7} {'moved':>7} {'s':>6}")
-    for what, (compiled, seconds) in done.items():
-        memory, found = compiled.memory_analysis(), collectives(compiled)
-        sizes = (memory.argument_size_in_bytes, memory.alias_size_in_bytes)
+    for compiled in done.values():
+        moved = max((one.bytes for one in compiled.collectives), default=0)
         lines.append(
-            f"{programs[what].name:30} {sizes[0] / 1e6:9.1f} {sizes[1] / 1e6:9.1f} "
-            f"{memory.temp_size_in_bytes / 1e6:7.1f} "
-            f"{max((size for _, size in found), default=0) / 1e6:7.1f} {seconds:6.1f}"
+            f"{compiled.name:30} {compiled.argument_bytes / 1e6:9.1f} "
+            f"{compiled.aliased_bytes / 1e6:9.1f} {compiled.temporary_bytes / 1e6:7.1f} "
+            f"{moved / 1e6:7.1f} {compiled.seconds:6.1f}"
         )
     with capsys.disabled():
         print("\n" + "\n".join(lines))
 
-    for what, (compiled, _) in done.items():
-        check_memory(what, compiled.memory_analysis(), case.topology.split(":")[0], pool_bytes)
-        check_collectives(what, collectives(compiled), case)
+    for what, compiled in done.items():
+        check_memory(what, compiled, target.hbm_bytes, pool_bytes)
+        check_collectives(what, compiled.collectives, case)
     # What is parked is in the host's memory, one array a page.
-    parked = done["park"][0].memory_analysis()
     pages = MOVES * factory.cfg.layout.page_bytes
-    assert parked.host_output_size_in_bytes == pages
-    assert done["restore"][0].memory_analysis().host_argument_size_in_bytes == pages
+    assert done["park"].host_output_bytes == pages
+    assert done["restore"].host_argument_bytes == pages
 
 
 @pytest.mark.slow
@@ -222,8 +163,9 @@ def test_the_experts_of_a_layer_are_not_copied(libtpu):
     config = json.loads((DATA / "configs" / "qwen3-30b-a3b.json").read_text())
     config["num_hidden_layers"] = 6
     case = Case(config, "v6e:2x2", 1, 32, 2048, 65536)
-    factory, ladder = make_factory(case, qwen_moe.from_hf(config))
-    compiled, _ = compile_timed(largest_programs(factory, ladder)["decode"])
-    memory = compiled.memory_analysis()
-    check_memory("decode", memory, "v6e", factory.num_pages * factory.cfg.layout.page_bytes)
-    assert memory.temp_size_in_bytes < 20e6
+    target = slice_of(case, qwen_moe.from_hf(config))
+    factory, ladder = aot.make_factory(target)
+    compiled = aot.compile_program(largest_programs(factory, ladder)["decode"])
+    pool_bytes = factory.num_pages * factory.cfg.layout.page_bytes
+    check_memory("decode", compiled, target.hbm_bytes, pool_bytes)
+    assert compiled.temporary_bytes < 20e6

@@ -147,6 +147,15 @@ def test_bfloat16_differs_by_its_rounding_only():
     assert np.abs(got - want)[real_BT].max() < 2 * 2**-9 * 5
 
 
+@pytest.mark.parametrize("name", ["decode", "decode, latent", "chunk, latent"])
+def test_what_fills_cells_up_is_not_read(name):
+    case = CASES[name]
+    q, pool, rows = make_inputs(case)
+    filled = np.pad(pool, ((0, 0), (0, 0), (0, 0), (0, 5)), constant_values=1e30)
+    wide, plain = (run(case, q, cells, rows, NO_WINDOW) for cells in (filled, pool))
+    np.testing.assert_array_equal(wide, plain)
+
+
 @pytest.mark.parametrize("window", [2, 5, NO_WINDOW])
 def test_a_tree_that_is_a_chain_equals_a_chunk(window):
     case = CASES["chunk"]

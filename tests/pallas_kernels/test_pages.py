@@ -53,6 +53,16 @@ def test_idle_tokens_touch_the_null_page_only(pool):
     np.testing.assert_array_equal(after[0, :, 3], cell_TKC[3])
 
 
+def test_cells_of_fewer_numbers_are_filled_up_with_zeros(pool):
+    cell_TKC = tokens(3)[:, :, :11]
+    page_T, offset_T = np.int32([2, 2, 4]), np.int32([0, 1, 3])
+    after = np.asarray(WRITE(pool, cell_TKC, page_T, offset_T))
+    expected = np.array(pool)
+    for t in range(3):
+        expected[page_T[t], :, offset_T[t]] = np.pad(cell_TKC[t], ((0, 0), (0, 5)))
+    np.testing.assert_array_equal(after, expected)
+
+
 def test_a_narrower_pool_rounds_what_is_written(pool):
     cell_TKC = tokens(6)
     page_T, offset_T = np.int32([2, 2, 2, 2, 3, 3]), np.int32([0, 1, 2, 3, 0, 1])

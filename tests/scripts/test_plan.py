@@ -7,8 +7,10 @@ import shutil
 
 import pytest
 
-from engine import capacity
+from engine import aot, capacity
+from engine.capacity import Parallel
 from scripts import plan
+from sharding import parse_mesh
 from tests.engine.test_capacity import shape_of
 from tests.engine.tiny_gguf import write_tiny_gguf
 
@@ -41,13 +43,45 @@ def test_a_plan_has_all_its_tables(run):
     assert cells(out, "8.03 B") == ["7.50", "B", "16.06", "GB"]
     assert cells(out, "full") == ["32", "1", "131072", "8192"]
     assert "pages of 64 tokens and 8388608 bytes; a request of 8192 tokens has 128 pages" in out
+    assert "the fastest of 6 that fit first" in out
     # (14.4 - 8.031) GB of a chip, in pages of 4 MiB on each of two
-    assert cells(out, "4       1       2") == ["8.03", "6.37", "1518", "44", "advised"]
+    row = cells(out, "4         1       1       2")
+    assert row[:4] == ["8.03", "6.37", "1518", "44"] and row[-1] != "chosen"
+    assert cells(out, "1         1       1       8")[-1] == "chosen"
     assert "197 TFLOP/s and 819 GB/s (docs.cloud.google.com/tpu/docs/v5e)" in out
-    assert cells(out, "prefill, tokens 0 to 512")[0] == "4"
+    assert cells(out, "prefill, tokens 0 to 512")[0] == "1"
     one, most = [line.split() for line in out.splitlines() if line.startswith("decode")]
-    assert one[4] == "1" and one[-2:] == ["weights", "102"]
-    assert most[4] == "44" and most[-2:] == ["weights", "2687"]
+    assert one[4] == "1" and one[-2] == "weights"
+    assert most[4] == "92" and most[-2] == "KV"
+    assert out.splitlines()[-1] == "tensor=8"
+
+
+def test_the_last_line_is_a_mesh_that_commands_take(run):
+    common = [f"--model={CONFIGS / 'qwen3-30b-a3b.json'}", "--chips=v6e:8", "--max_model_len=4096"]
+    chosen = run(*common)[1].splitlines()[-1]
+    assert Parallel(**parse_mesh(chosen)).chips == 8
+    code, out, _ = run(*common, "--mesh=expert=4,tensor=2")
+    assert code == 0 and out.splitlines()[-1] == "expert=4,tensor=2"
+    assert "expert=4,tensor=2: steps of a chip" in out
+    [line] = [line for line in out.splitlines() if line.endswith("chosen")]
+    assert line.split()[:4] == ["1", "1", "4", "2"]
+
+
+@pytest.mark.slow
+def test_a_plan_is_checked_by_the_compiler(run, monkeypatch):
+    try:
+        for name, value in aot.compiler_settings().items():
+            monkeypatch.setenv(name, value)  # which puts back what was there, afterwards
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    code, out, err = run(f"--model={LLAMA}", "--chips=v5e:8", "--check=v5e:2x4")
+    assert code == 0, err
+    row = cells(out, "decode32x1")
+    planned, arguments, temporaries = float(row[0]), float(row[1]), float(row[4])
+    assert 0.98 * planned <= arguments <= 1.01 * planned  # a body does not read the head
+    assert temporaries < 50
+    assert row[5] == row[6] == "65" and row[7] == row[8]
+    assert out.splitlines()[-1] == "tensor=8"
 
 
 def test_flags_change_the_plan(run):
@@ -62,6 +96,7 @@ def test_flags_change_the_plan(run):
     assert "pages of 32 tokens" in out and "at 1 TFLOP/s and 2 GB/s" in out
     assert "prefill, tokens 0 to 256" in out and "prefill, to token 4096" in out
     assert [line.split()[4] for line in out.splitlines() if line.startswith("decode")] == ["1", "7"]
+    assert out.splitlines()[-1] == "data=1"
     code, out, _ = run(*common, "--chips=cpu", "--memory_gb=64")
     assert code == 0 and "pages of 16 tokens" in out and "of which 57.60 GB a chip" in out
 
@@ -69,10 +104,10 @@ def test_flags_change_the_plan(run):
 def test_the_largest_batch_is_what_a_request_more_would_not_fit(run):
     _, out, _ = run(f"--model={CONFIGS / 'gemma-3-27b.json'}", "--chips=v6e:8")
     shape = shape_of("gemma-3-27b", max_model_len=131072)
-    [row] = [line.split() for line in out.splitlines() if line.endswith("advised")]
-    tensor, pages, batch = int(row[2]), int(row[5]), int(row[6])
-    needed, replicas = capacity.request_pages(shape), 8 // tensor
-    assert batch * needed <= replicas * (pages - 1) < (batch + replicas) * needed
+    [row] = [line.split() for line in out.splitlines() if line.endswith("chosen")]
+    data, sequence, expert, _, _, _, pages, batch = (float(cell) for cell in row[:8])
+    needed = capacity.request_pages(shape, int(sequence))
+    assert batch * needed <= data * expert * (pages - 1) < (batch + data * expert) * needed
 
 
 def test_a_folder_without_weights_a_gguf_file_and_a_nested_config_will_do(run, tmp_path):
@@ -97,7 +132,7 @@ WRONG = {
     "weights too large": (
         ["--model={configs}/llama-3.1-70b.json", "--chips=v5e:8", "--max_model_len=8192"],
         "17.6 GB of weights and 0.3 GB of KV for one request of 8192 tokens, on each chip, do not "
-        "fit in 14.4 GB; try --chips=v5p:2",
+        "fit in 14.4 GB; try --chips=v5e:16",
     ),
     "too few chips": (
         ["--model={configs}/deepseek-v3.json", "--chips=h200:8", "--max_model_len=4096"],
@@ -106,6 +141,26 @@ WRONG = {
     "request too long": (
         ["--model={llama}", "--chips=v5e:2"],
         "do not fit in 14.4 GB; try --chips=v5e:4 or a smaller --max_model_len",
+    ),
+    "no such mesh": (
+        ["--model={llama}", "--chips=v5e:8", "--mesh=expert=8"],
+        "mesh='expert=8' is no layout of this model over 8 chips",
+    ),
+    "a mesh of stages": (
+        ["--model={llama}", "--chips=v5e:8", "--mesh=pipe=8"],
+        "plans have no stages yet",
+    ),
+    "a mesh without room": (
+        ["--model={llama}", "--chips=v5e:8", "--mesh=data=8"],
+        "16.1 GB of weights and 17.2 GB of KV for a request, on each chip, do not fit in 14.4 GB",
+    ),
+    "no such slice": (
+        ["--model={llama}", "--chips=v5e:8", "--check=v5e:8"],
+        "'v5e:8' is no slice of TPUs; write such as v6e:2x4",
+    ),
+    "a slice of other chips": (
+        ["--model={llama}", "--chips=v5e:8", "--check=v6e:2x4"],
+        "check='v6e:2x4' is no slice of --chips=v5e:8; plan and check for one kind of chip, of v5e",
     ),
     "context": (["--model={llama}", "--chips=cpu", "--max_model_len=999999"], "limit of 131072"),
     "page size": (["--model={llama}", "--chips=cpu", "--page_size=24"], "try 16 or 32"),
