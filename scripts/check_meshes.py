@@ -22,6 +22,7 @@ from absl import flags
 
 from engine import aot
 from engine.capacity import Parallel, shape_of
+from engine.kv import TPU_LANES
 from engine.loading import read_config
 from engine.traffic import Collective
 from scripts.command_line import UsageError, run_command, usage_errors
