@@ -44,6 +44,11 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
     )
     offset_GT = jnp.concatenate([t.cell_GT % W for t in parts], axis=1)
     tables = [t.rows_G for t in parts]
+    if cfg.model.stages > 1:  # a group of null pages, for turns of a stage without a layer
+        page_GT, offset_GT = one_more(page_GT), one_more(offset_GT)
+        tables = [
+            r._replace(table_BJ=one_more(r.table_BJ), start_B=one_more(r.start_B)) for r in tables
+        ]
     layout = cfg.layout
     counts = [own_tokens(group, cfg) for group in body]
     offsets = [t.offset for t in parts]
@@ -93,6 +98,11 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
         return place_set(pool, layer.place, array), out_TNV
 
     return attend
+
+
+def one_more(array: jax.Array) -> jax.Array:
+    """Returns an array with zeros behind the last of its first axis."""
+    return jnp.concatenate([array, jnp.zeros_like(array[:1])])
 
 
 def ring_attend(

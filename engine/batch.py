@@ -30,7 +30,7 @@ class BatchShape:
     num_groups: int
     pages_per_row: int
     num_rows: int  # without the null row, whose index this is
-    ring_page: int = 1  # a piece of a ring stands in its group as in pages of so many tokens
+    host_page: int = 1  # tokens of a page as the host counts them: those of all stripes
 
     def fields(self, group: Group) -> dict[str, tuple[int, ...]]:
         """Returns the packed fields of a row group and their shapes."""
@@ -53,7 +53,7 @@ class BatchShape:
 
     def offset(self, group: Group, start: int) -> int:
         """Returns where in its row of a group a piece that begins at `start` does."""
-        return start % self.ring_page if group.kind == "ring" else 0
+        return start % self.host_page if group.kind == "ring" else 0
 
     def layout(self, body: tuple[Group, ...]) -> list[dict[str, tuple[int, ...]]]:
         """Returns the fields of each row group of `body`, then those of the sampled rows."""

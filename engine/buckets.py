@@ -93,10 +93,10 @@ class Ladder:
         ring: int = 0,
         multiple: int = 1,
     ):
-        self.ring = ring
         budget = max_num_batched_tokens
         self.rows = min(max_num_seqs, budget)  # each running row needs a token of the budget
         self.width = min(_MAX_WIDTH, _power_above(budget))
+        self.ring = ring = ring if ring > self.width else 0
         self.pieces = max(-(-budget // self.width), min(_LEAST_PIECES, max_num_seqs, budget))
         self.repeats: tuple[Body, ...] = ()
         if pinned:
@@ -138,6 +138,8 @@ class Ladder:
         Raises ValueError, naming the limits, when the step is outside of them.
         """
         for body, (decode_rows, chunk_rows, width) in self._by_size.items():
+            if (body[0].kind == "ring") != (widest > self.width):
+                continue
             if decodes <= decode_rows and pieces <= chunk_rows and widest <= width:
                 return body
         raise ValueError(

@@ -37,7 +37,7 @@ from engine.loading import (
 from engine.log import logger
 from engine.loop import Engine
 from engine.memo import Memo
-from engine.memory import array_bytes, available_bytes, check_pages, default_pages
+from engine.memory import available_bytes, check_pages, default_pages, device_tree_bytes
 from engine.models.split import device_config, split_config
 from engine.models.tree import fuse
 from engine.mover import Mover
@@ -140,7 +140,7 @@ def build_engine(config: EngineConfig) -> Built:
     )
     factory = factory_of(num_pages)
     check_pages(config, factory)
-    lower = tier_sizes(config, array_bytes(factory.slot()))
+    lower = tier_sizes(config, device_tree_bytes(factory.slot()) * mesh.size)
     if config.disk_cache_dir is not None:
         for path in disk_folders(Path(config.disk_cache_dir), RULES.ways(mesh, "rows")):
             make_disk_folder(path, store.resolve(config.model))
@@ -218,7 +218,7 @@ def build_engine(config: EngineConfig) -> Built:
     if config.deterministic:
         check_rows(engine, model.config.vocab_size, ladder.rows, max_model_len)
     clock.end("make the pool")
-    report(model, layout, config.mesh, num_pages, max_model_len, engine)
+    report(model, layout, config.mesh, num_pages, host_page, max_model_len, engine)
     return Built(
         engine,
         model,
@@ -376,16 +376,22 @@ def forbidden_ids(model: Model, size: int) -> np.ndarray | None:
 
 
 def report(
-    model: Model, layout: KVLayout, mesh: str, num_pages: int, max_model_len: int, engine: Engine
+    model: Model,
+    layout: KVLayout,
+    mesh: str,
+    num_pages: int,
+    host_page: int,
+    max_model_len: int,
+    engine: Engine,
 ) -> None:
-    """Logs the one line of a start."""
+    """Logs the one line of a start; a page has `host_page` tokens."""
     if not engine.scheduler.fits(max_model_len):
         logger().warning(
             "a request of max_model_len=%d tokens cannot fit the pool of %d pages of %d tokens; "
             "raise num_pages or lower max_model_len",
             max_model_len,
             num_pages,
-            layout.page_size,
+            host_page,
         )
     logger().info(
         "%s, %s layers, %s%s; context %d; pool of %d pages of %d tokens (%.2f GB%s); "
@@ -396,7 +402,7 @@ def report(
         f", {mesh}" if mesh else "",
         max_model_len,
         num_pages,
-        layout.page_size,
+        host_page,
         num_pages * layout.page_bytes / 1e9,
         " a device" if mesh else "",
         len(engine.programs),

@@ -85,8 +85,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config = model_config
         self._make_partitions = lambda: Partitions(make_schedulers(), ladder)
-        self.partitions = self._make_partitions()
         self._movers = tuple(movers)
+        self._set_partitions(self._make_partitions())
         self.state = programs["start"]()
         self._store = store
         self._shape = shape
@@ -103,15 +103,15 @@ class Engine:
         self._pending: collections.deque[Pending] = collections.deque()
         self._results = Results(tokenizer, model_config.width)
 
+    def _set_partitions(self, partitions: Partitions) -> None:
+        self.partitions = partitions
+        # Each partition's scheduler, and who carries its pages.
+        self._cared = list(zip(partitions.parts, self._movers, strict=True))
+
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler of the first partition, which is the only one unless rows are sharded."""
         return self.partitions.parts[0]
-
-    @property
-    def _cared(self) -> list[tuple[Scheduler, Mover]]:
-        """Each partition's scheduler, and who carries its pages."""
-        return list(zip(self.partitions.parts, self._movers, strict=True))
 
     def add_request(
         self, request: Request, prompt: str | None = None, *, streams: bool = True
@@ -253,9 +253,9 @@ class Engine:
         """Starts anew from what the host knows: a donated state may be lost with its step."""
         self._pending.clear()
         self.state = self.programs["start"]()
-        before, self.partitions = self.partitions, self._make_partitions()
-        for part, old in zip(self.partitions.parts, before.parts, strict=True):
-            part.carry_on(old)
+        before = self.partitions
+        self._set_partitions(self._make_partitions())
+        self.partitions.carry_on(before)
         for record in self._results.records():
             record.request.restart(record.num_tokens)
             del record.request.token_times[record.num_tokens :]

@@ -35,7 +35,9 @@ def default_pages(
     what `memory_fraction` leaves beside the weights, the row state and the temporaries of the
     largest programs, which are compiled with a tiny pool to learn them.
     """
-    wanted = config.max_num_seqs * max_model_len // factory_of(2).cfg.mesh.shape["sequence"]
+    # Whole pages of a request, whose tokens the sequence axis shares.
+    places = factory_of(2).cfg.shape.pages_per_row
+    wanted = config.max_num_seqs * min(places * layout.page_size, max_model_len)
     device = jax.local_devices()[0]
     tiny = factory_of(2)
     programs = largest_programs(tiny, ladder)
@@ -107,11 +109,6 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def array_bytes(array: Any) -> int:
-    """Returns the bytes of an array, or an abstract one, on all devices together."""
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def device_tree_bytes(tree: Any) -> int:

@@ -20,31 +20,36 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import LayerData
 from engine.models.stages import stacked_layers
 
-# (carry, parameters, data) -> carry: what one layer does.
-Layer = Callable[[Any, Any, LayerData], Any]
+# ((x_TD, cache), parameters, data) -> (x_TD, cache): what one layer does.
+Layer = Callable[[Any, Any, LayerData], tuple[jax.Array, Any]]
 
 
-def map_stage(function: Layer, carry: Any, config: ModelConfig, params: Any, data: LayerData):
-    """Returns the carry after `function` for each layer of this device's stage.
+def map_stage(function: Layer, x_TD: jax.Array, cache: Any, config: ModelConfig, params, data):
+    """Returns (x_TD, cache) after `function` for each layer of this device's stage.
 
-    `data`: of all layers, each field [L].
+    `data`: LayerData of all layers, each field [L]. All stages go round as often as the one with
+    most layers, since what devices exchange in a layer needs them all; a turn without a layer has a
+    page group beyond the last, whose pages are null, and changes nothing.
     """
     stage, stages = config.pipe.here(), config.stages
-    stacks = stacked_layers(config, stages)
-    for stack, segment in zip(stacks, params["segments"], strict=True):
+    for stack, segment in zip(stacked_layers(config, stages), params["segments"], strict=True):
         layers = np.array([-1 if layer is None else layer for layer in stack]).reshape(stages, -1)
-        count = jnp.asarray((layers >= 0).sum(axis=1), jnp.int32)[stage]
+        real = jnp.asarray(layers >= 0)[stage]
         own = LayerData(*(jnp.asarray(field[layers])[stage] for field in data))
+        nothing = int(max(data.group)) + 1
+        own = own._replace(group=jnp.where(real, own.group, nothing))
         whole = {name: segment[name] for name in EXPERT_MATRICES if name in segment}
         sliced = {name: array for name, array in segment.items() if name not in whole}
 
-        def one(index, carry, whole=whole, sliced=sliced, own=own):
+        def one(index, carry, whole=whole, sliced=sliced, own=own, real=real):
             params = {name: array[index] for name, array in sliced.items()}
             params |= {name: OfLayers(array, index) for name, array in whole.items()}
-            return function(carry, params, LayerData(*(field[index] for field in own)))
+            layer = LayerData(*(field[index] for field in own))
+            x_TD, cache = function(carry, params, layer)
+            return jnp.where(real[index], x_TD, carry[0]), cache
 
-        carry = jax.lax.fori_loop(0, count, one, carry)
-    return carry
+        x_TD, cache = jax.lax.fori_loop(0, layers.shape[1], one, (x_TD, cache))
+    return x_TD, cache
 
 
 def run_stages(

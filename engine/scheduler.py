@@ -21,7 +21,7 @@ __all__ = ["Piece", "Plan", "Scheduler"]
 
 _MOVES_A_STEP = 64  # pages that come up or are parked in a step, so that others keep their pace
 _ALL = 1 << 30
-_LEAST_RING = 2  # a ring is for pieces wider than so many chunks
+_LEAST_RING = 2  # a ring is for pieces of at least so many chunks, or as long as it can be
 # Of those that did not fit before, so many are tried in a step; the others, each as seldom.
 _BLOCKED_A_STEP = 8
 
@@ -84,6 +84,7 @@ class Scheduler:
         self._static = static
         self._pinned = pinned
         self._decode_steps = decode_steps
+        self._least_ring = min(_LEAST_RING * ladder.width, ladder.ring)
         self._batch: list[Request] = []  # the requests of the static batch, ended ones too
         self._rows = Rows(
             num_rows=ladder.rows,
@@ -237,13 +238,19 @@ class Scheduler:
         return ended
 
     def matched(self, request: Request) -> int:
-        """Returns how many tokens of a request are kept, in any tier."""
-        return self._reuse.cells(request)
+        """Returns how many tokens of a request are kept, in any tier, 0 for less than a page."""
+        cells = self._reuse.cells(request)
+        return cells if cells >= self._page_size else 0
 
     @property
     def num_requests(self) -> int:
         """Requests that are not finished."""
         return len(self._requests)
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether one more request could run beside those that are here."""
+        return len(self._requests) < self._ladder.rows
 
     @property
     def num_waiting(self) -> int:
@@ -257,7 +264,10 @@ class Scheduler:
         return self.commit(draft, self.need(draft), steps)
 
     def draft(self) -> Draft:
-        """Returns what the next step shall have, for `commit` before any other call."""
+        """Returns what the next step shall have, for `commit` before any other call.
+
+        Rows and pages are taken; what is left out of the draft until then is drafted again.
+        """
         draft = Draft(self._budget, self._ladder.pieces)
         if not self._pinned:
             self._plan_decodes(draft)
@@ -355,8 +365,12 @@ class Scheduler:
         start, end = request.computed, request.target
         if self._rows.is_narrow(end):
             end = min(end, self._rows.page_end(start))
-        elif self._plan_ring(draft, request, start, end):
-            return
+        elif self._ladder.ring and not self._pinned:
+            if self._plan_ring(draft, request, start, end):
+                return
+            page_end = self._rows.page_end(start)
+            if start % self._page_size and end - page_end >= self._least_ring:
+                end = page_end  # from where on rings are whole
         while start < end and draft.tokens_left and draft.pieces_left:
             stop = min(end, start + min(self._ladder.width, draft.tokens_left))
             if self._pinned:
@@ -372,13 +386,13 @@ class Scheduler:
 
     def _plan_ring(self, draft: Draft, request: Request, start: int, end: int) -> bool:
         """Returns whether the next piece of `request` is one of a ring, alone in the step."""
-        stop = min(end, self._ring_end(start), start + draft.tokens_left)
-        if stop - start <= _LEAST_RING * self._ladder.width or draft.pieces:
+        # Decodes take nothing from it, or it would end within a page, and the next have no room.
+        stop = min(end, self._ring_end(start))
+        if stop - start < self._least_ring or draft.pieces:
             return False
         if self._reserve(draft, request, stop):
             draft.pieces.append(make_piece(request, start, stop))
-            draft.tokens_left -= stop - start
-        draft.pieces_left = 0
+        draft.tokens_left = draft.pieces_left = 0
         return True
 
     def _ring_end(self, start: int) -> int:

@@ -169,7 +169,7 @@ def run_pipeline(params, x_TD, pool, cfg: StepConfig, body: tuple[Group, ...], p
         ]
         tokens, attend = layer_tokens(own), paged_attend(cfg, groups, own)
         function = layer_function(cfg.model, tokens, attend)
-        return map_stage(function, (x_TD, pool), cfg.model, params, step_layers(cfg))
+        return map_stage(function, x_TD, pool, cfg.model, params, step_layers(cfg))
 
     x_MTD, pool = run_stages(cfg.model, x_MTD, pool, stage)
     wholes = [x_MTD[:, first:last] for first, last in zip(ends, ends[1:], strict=False)]
@@ -300,7 +300,7 @@ def run_stages_repeatedly(
         function = layer_function(
             cfg.model, layer_tokens([tokens]), paged_attend(cfg, own, [tokens])
         )
-        x_TD, pool = map_stage(function, (x_TD, state.pool), cfg.model, params, step_layers(cfg))
+        x_TD, pool = map_stage(function, x_TD, state.pool, cfg.model, params, step_layers(cfg))
         state = dataclasses.replace(state, pool=pool)
         # The part that has been through all stages: its tokens are drawn, and it goes on.
         done = time - last

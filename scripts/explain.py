@@ -36,7 +36,8 @@ def memory_lines(llm: LLM) -> Iterator[str]:
     factory = llm.built.factory
     layout, pages = factory.cfg.layout, factory.num_pages
     groups = len(layout.groups)
-    tokens = (pages - 1) // groups * layout.page_size
+    cfg = factory.cfg
+    tokens = (pages - 1) // groups * cfg.shape.host_page * cfg.rules.ways(cfg.mesh, "rows")
     pool = pages * layout.page_bytes
     yield f"weights    {size(device_tree_bytes(llm.engine.params))}"
     yield (

@@ -109,6 +109,7 @@ CASES = [
     slow("deepseek_v3", "pipe=3", {}),
     ("llama", "pipe=2,tensor=2,data=2", {}),
     slow("gpt_oss", "pipe=2,sequence=2", {}),
+    ("llama", "pipe=2,sequence=2", {}),
     slow("mixtral", "pipe=2,expert=2", {}),
 ]
 
