@@ -42,8 +42,11 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -q -m "not slow and not device" --durations=10 \
 	  -n $(WORKERS) --dist loadfile
 
+# Without the longest: make test-slow SLOW="slow and not long".
+SLOW ?= slow
+
 test-slow: $(STAMP) $(AOT)
-	@$(BIN)/python -m pytest -q -m slow --durations=10 -n $(WORKERS)
+	@$(BIN)/python -m pytest -q -m "$(SLOW)" --durations=10 -n $(WORKERS)
 
 # The figures and charts of every suite, in BENCH. With PEER_PYTHON and PEER_MODEL, PEER_GGUF or
 # both, beside the peers. BENCH_FLAGS are for all suites; serving replays SERVING requests.

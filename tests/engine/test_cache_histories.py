@@ -210,6 +210,7 @@ def test_any_history_keeps_account_of_every_page():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_thousand_histories_keep_account_of_every_page():
     """In two processes, since they need no device."""
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:

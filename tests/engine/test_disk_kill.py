@@ -22,7 +22,7 @@ import pytest
 from tests.engine.conftest import golden, greedy
 
 ROOT = pathlib.Path(__file__).parents[2]
-KILLS = [4, pytest.param(30, marks=pytest.mark.slow)]
+KILLS = [4, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.long])]
 MOST_SECONDS = 60  # of a process, until it has said something
 
 

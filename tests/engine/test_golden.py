@@ -224,7 +224,9 @@ def open_real(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "smollm2-135m")) for n in REAL]
+)
 def test_real_model(users_model, tmp_path, name):
     """From GGUF against all golden figures; from every other checkpoint the same parameters.
 

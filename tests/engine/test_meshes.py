@@ -79,21 +79,25 @@ def alone(arch):
 
 
 def slow(*case):
+    return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.long])
+
+
+def some_slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
 CASES = [
-    ("llama", "tensor=2", {"tight": True}),
+    slow("llama", "tensor=2", {"tight": True}),
     slow("llama", "tensor=4", {}),
     slow("llama", "tensor=8", {}),
     slow("gemma3", "tensor=4", {}),
     slow("olmo2", "tensor=8", {}),
-    ("gpt_oss", "tensor=8", {}),
+    some_slow("gpt_oss", "tensor=8", {}),
     slow("deepseek_v3", "tensor=4", {}),
     slow("llama", "data=2", {"tight": True}),
     ("llama", "data=2,tensor=4", {"tight": True}),
     slow("mixtral", "expert=4", {}),
-    ("mixtral", "expert=4,tensor=2", {}),
+    some_slow("mixtral", "expert=4,tensor=2", {}),
     slow("qwen3_moe", "expert=8", {}),
     ("deepseek_v3", "expert=8", {}),
     slow("deepseek_v3", "data=2,expert=4", {}),
@@ -109,7 +113,7 @@ CASES = [
     slow("deepseek_v3", "pipe=3", {}),
     ("llama", "pipe=2,tensor=2,data=2", {}),
     slow("gpt_oss", "pipe=2,sequence=2", {}),
-    ("llama", "pipe=2,sequence=2", {}),
+    some_slow("llama", "pipe=2,sequence=2", {}),
     slow("mixtral", "pipe=2,expert=2", {}),
 ]
 
@@ -135,6 +139,7 @@ def test_a_mesh_says_what_one_device_says(arch, mesh, options):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_several_steps_in_flight_say_the_same():
     """Decodes of a pipeline go round in parts, four steps in one dispatch."""
     jobs = [prompt for prompt in prompts() if len(prompt) < 70]
@@ -150,7 +155,8 @@ def test_several_steps_in_flight_say_the_same():
 
 
 @pytest.mark.parametrize(
-    "mesh", ["data=2,sequence=2", slow("tensor=4"), slow("pipe=2,data=2"), slow("sequence=4")]
+    "mesh",
+    [some_slow("data=2,sequence=2"), slow("tensor=4"), slow("pipe=2,data=2"), slow("sequence=4")],
 )
 def test_lower_tiers_of_a_mesh(mesh, tmp_path):
     """Pages go to the host and to disk and come back, and the next engine finds them."""
@@ -192,6 +198,7 @@ def test_the_report_says_which_part_a_device_has():
     assert not list(mesh_lines(open_mesh("llama", "")))
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_does_not_divide_is_filled_up(tmp_path):
     """301 ids over 8 devices: those that fill up are never sampled, nor shown."""
     folder = write_tiny(tmp_path / "m", vocab_size=301)

@@ -105,6 +105,7 @@ def plain_logits(params, config, token_T, count):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_windows_take_less_than_half_of_the_memory_of_full_pages(users_model):
     """Gemma 3 270M at 8,192 tokens: 15 of 18 layers see 512 tokens, and keep no more."""
     path = users_model("gemma3-270m")

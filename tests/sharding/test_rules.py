@@ -64,4 +64,4 @@ def test_a_spec_names_every_axis_and_stacks_on_a_new_one():
     with pytest.raises(ValueError, match=r"shape \(4, 2\) has 2 axes, names \('ffn',\)"):
         Spec((4, 2), ("ffn",), FLOAT)
     spec = Spec((4, 2), ("ffn", "width"), jnp.bfloat16)
-    assert spec.stacked(3) == Spec((3, 4, 2), (None, "ffn", "width"), jnp.bfloat16)
+    assert spec.stacked(3) == Spec((3, 4, 2), ("layers", "ffn", "width"), jnp.bfloat16)
