@@ -112,10 +112,15 @@ def compiler_settings() -> dict[str, str]:
     return found
 
 
-def slice_devices(topology: str) -> list[Any]:
-    """Returns the chips of a slice; ValueError for one that there is not."""
+def check_slice_name(topology: str) -> None:
+    """Raises ValueError for what is not the name of a slice."""
     if not TOPOLOGY.fullmatch(topology):
         raise ValueError(f"{topology!r} is no slice of TPUs; write such as v6e:2x4 or v5p:2x2x4")
+
+
+def slice_devices(topology: str) -> list[Any]:
+    """Returns the chips of a slice; ValueError for one that there is not."""
+    check_slice_name(topology)
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except jax.errors.JaxRuntimeError as error:

@@ -330,6 +330,7 @@ def slice_of(plan: Plan, chosen: Choice) -> aot.Slice:
             f"check={FLAGS.check!r} is no slice of --chips={FLAGS.chips}; plan and check for one "
             f"kind of chip, of {', '.join(aot.HBM_BYTES)}"
         )
+    aot.check_slice_name(FLAGS.check)
     return aot.Slice(
         shape.config,
         FLAGS.check,

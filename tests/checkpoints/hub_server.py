@@ -47,9 +47,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.reply(200, json.dumps(about).encode())
         elif path.startswith(resolve):
             name = path.removeprefix(resolve).split("/", 1)[1]
-            self.reply(200, files[name], body)
-            if body:
+            if body:  # before the client may go on
                 self.server.sent.append(name)
+            self.reply(200, files[name], body)
         elif path.startswith("/api/models/org/gated/"):
             self.reply(403, b"{}", error="GatedRepo")
         else:

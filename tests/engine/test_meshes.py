@@ -213,6 +213,37 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up(tmp_path):
     assert said[0] == said[1] == said[2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, kv_heads, ways", [(8, 2, (2, 4, 8)), (8, 1, (8,)), (6, 2, (4,))])
+def test_fewer_kv_heads_than_devices(tmp_path, heads, kv_heads, ways):
+    """CASES P-01: KV heads are copied, and count as often in memory; query heads fill up."""
+    folder = write_tiny(
+        tmp_path / "m", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16
+    )
+    said, page_bytes = [], []
+    for mesh in ("", *(f"tensor={n}" for n in ways)):
+        llm = open_on_demand(folder, mesh=mesh, max_num_seqs=2, max_num_batched_tokens=32)
+        outputs = llm.generate([[5, 6, 7], list(range(9, 40))], greedy(12, logprobs=0))
+        said.append([output.outputs[0].token_ids for output in outputs])
+        page_bytes.append(llm.built.factory.cfg.layout.page_bytes)
+    assert all(tokens == said[0] for tokens in said)
+    assert page_bytes[1:] == [page_bytes[0] // kv_heads * max(1, kv_heads // n) for n in ways]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_biases_and_norms_of_heads_that_are_copied(arch):
+    """CASES P-01, with biases of q, k and v, and norms of heads."""
+    said = [
+        [
+            output.outputs[0].token_ids
+            for output in open_mesh(arch, mesh).generate(prompts()[:3], greedy(12))
+        ]
+        for mesh in ("", "tensor=8")
+    ]
+    assert said[0] == said[1]
+
+
 def test_stages_are_even_and_none_is_empty():
     assert stage_layers(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
     with pytest.raises(ValueError, match="pipe=4 is more than the 3 layers; use at most 3"):
