@@ -330,7 +330,8 @@ class Engine:
         for (part, mover), plan in zip(self._cared, step.plans, strict=True):
             moves = plan.moves if plan is not None else part.take_moves()
             self.state = mover.run(self.state, moves)
-        self._open_rows(step, now)
+        if step.body[0].kind != "decode":
+            self._open_rows(step, now)
         packed = self._pack(step)
         if step.repeat > 1:
             program = self.programs[Repeat(step.body)]
@@ -339,8 +340,10 @@ class Engine:
             return Pending(step, tokens, tokens, None, [], None, None)
         body = self.programs[step.body]
         self.state, hidden = body(self.params, self.state, packed)
-        scored = self._score(step, hidden.prompt_CD)
-        wanted = any(piece.request.wants_hidden for _, plan in step.some for piece in plan.pieces)
+        scored = [] if hidden.prompt_CD is None else self._score(step, hidden.prompt_CD)
+        wanted = hidden.prompt_CD is not None and any(
+            piece.request.wants_hidden for _, plan in step.some for piece in plan.pieces
+        )
         prompt_CD = hidden.prompt_CD if wanted else None
         broken_B = hidden.broken_B
         if broken_B is not None:
@@ -386,7 +389,7 @@ class Engine:
         most = max(len(plan.sampled) for plan in plans)
         return next(head for head in self._heads[kind] if head.rows >= most)
 
-    def _score(self, step: Step, prompt_CD: jax.Array | None) -> list[Scored]:
+    def _score(self, step: Step, prompt_CD: jax.Array) -> list[Scored]:
         """Dispatches the score head over the prompt positions that the plans want."""
         group = step.body[0]
         head = self._heads["score"][0]
