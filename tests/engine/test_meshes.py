@@ -14,12 +14,14 @@ import pytest
 from engine import SamplingParams
 from engine.buckets import Group
 from engine.build import engine_mesh
+from engine.config import RING_LAYOUTS
 from engine.kv import kv_layout
 from engine.loading import read_config
 from engine.models.stages import stage_layers
 from engine.programs import total_tokens
 from scripts.explain import mesh_lines
 from sharding import RULES, parse_mesh
+from sharding.layouts import LAYOUTS
 from tests.engine.conftest import GOLDEN, greedy, open_on_demand, watch_plans
 from tests.fixtures import write_tiny
 
@@ -321,6 +323,10 @@ def test_donated_pages_are_not_copied_on_a_mesh():
     memory = llm.engine.programs[(Group("decode", ROWS, 1),)].memory_analysis()
     factory = llm.built.factory
     assert memory.alias_size_in_bytes >= factory.num_pages * factory.cfg.layout.page_bytes
+
+
+def test_the_option_has_the_layouts_that_there_are():
+    assert RING_LAYOUTS == LAYOUTS
 
 
 def test_the_rules_name_axes_of_the_mesh():
