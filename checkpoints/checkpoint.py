@@ -59,6 +59,9 @@ class Checkpoint(Protocol):
         KeyError for an unknown name.
         """
 
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns `read(name)[index]`, slices with steps of 1; as little is read as can be."""
+
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer stored beside the weights, or None where there is none."""
 

@@ -77,6 +77,10 @@ class GGUFCheckpoint:
         data = read_array(self._file, start, (num_bytes,), np.uint8)
         return dequantize(data, info.dtype, info.shape)
 
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of a tensor, which is read whole."""
+        return self.read(name)[index]
+
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer built from the metadata, or None where the file has none."""
         try:

@@ -6,6 +6,7 @@ Nothing in a folder is run: no pickle is opened, no Python file is imported.
 
 import json
 import logging
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -57,6 +58,16 @@ class HuggingFaceCheckpoint:
         """Returns the tensor in the type in which it is stored."""
         file, info, start = self._stored[name]
         return read_array(file, start, info.shape, _STORED[info.dtype])
+
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of a tensor, of which whole rows are read."""
+        file, info, start = self._stored[name]
+        if not index:
+            return self.read(name)
+        dtype = np.dtype(_STORED[info.dtype])
+        rows, inner = index[0], info.shape[1:]
+        start += rows.start * math.prod(inner) * dtype.itemsize
+        return read_array(file, start, (rows.stop - rows.start, *inner), dtype)[:, *index[1:]]
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer in tokenizer.json, or None where the folder has none."""

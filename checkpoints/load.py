@@ -11,49 +11,21 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from checkpoints.buffers import aligned_empty
 from checkpoints.checkpoint import Checkpoint
+from checkpoints.parts import load_parts
+from checkpoints.sources import NO_TENSOR, Source, Target, part_of
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES_SHOWN = 4
 # Parameters that are read side by side: fresh memory costs more time than the copy into it.
 READERS = min(4, os.cpu_count() or 1)
-
-
-# Of the names of a stack: a place that no tensor fills, which is zeros.
-NO_TENSOR = ""
-
-
-class Source(NamedTuple):
-    """Where a parameter comes from.
-
-    `names` is one tensor, or the tensors that are stacked on `stack` new leading axes: of
-    layers, of experts, or of both; NO_TENSOR among them is a place of zeros. With `rows` it is
-    rows [start, stop) of each tensor, all of whose rows must belong to some parameter; with a
-    `share`, others may read the whole tensor too. `transform` is applied to each tensor before
-    stacking; it must be a function of the array alone, whose result's shape depends on the
-    shape only. Share one function object among like sources: its shape is then worked out once.
-    """
-
-    names: tuple[str, ...]
-    transform: Callable[[np.ndarray], np.ndarray] | None = None
-    stack: int = 0
-    rows: tuple[int, int] | None = None
-    share: str | None = None
-
-
-class Target(NamedTuple):
-    """What a parameter shall be; without a sharding it goes to the default device."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: jax.sharding.Sharding | None = None
 
 
 def load_parameters(
@@ -65,7 +37,8 @@ def load_parameters(
 
     Raises ValueError naming the tensors where sources and targets differ, a tensor is missing, is
     used twice, or has another shape than its target. The host holds `READERS` parameters at a time,
-    and those that are cut from the same tensors.
+    and those that are cut from the same tensors; where other processes have devices too, `READERS`
+    parts of them.
     """
     check_parameters(checkpoint, sources, targets)
     together: dict[tuple[str, ...], list[str]] = {}
@@ -73,10 +46,13 @@ def load_parameters(
         together.setdefault(source.names, []).append(path)
 
     def load(paths: list[str]) -> dict[str, jax.Array]:
+        if not is_whole(targets[paths[0]]):
+            each = {path: load_parts(checkpoint, sources[path], targets[path]) for path in paths}
+            return {path: array.block_until_ready() for path, array in each.items()}
         read = read_parameters(checkpoint, {path: sources[path] for path in paths}, targets)
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.
         return {
-            path: _put(array, targets[path].sharding).block_until_ready()
+            path: jax.device_put(array, targets[path].sharding).block_until_ready()
             for path, array in read.items()
         }
 
@@ -88,6 +64,11 @@ def load_parameters(
             raise
     loaded = collections.ChainMap(*parts)
     return {path: loaded[path] for path in sources}
+
+
+def is_whole(target: Target) -> bool:
+    """Returns whether all devices that have some of a parameter are this process's."""
+    return target.sharding is None or target.sharding.is_fully_addressable
 
 
 def check_parameters(
@@ -104,7 +85,7 @@ def check_parameters(
     for path, source in sources.items():
         if len(source.names) != 1 and not source.stack:
             raise ValueError(f"parameter {path}: {len(source.names)} tensors, but no stack")
-        for name in filter(None, source.names):
+        for name in dict.fromkeys(filter(None, source.names)):
             key = (name, source.rows, source.share)
             if key in used_by:
                 raise ValueError(
@@ -212,7 +193,7 @@ def read_parameters(
             continue
         tensor = checkpoint.read(name)
         for path, source in sources.items():
-            array = _part(tensor, source)
+            array = part_of(tensor, source)
             target = targets[path]
             if not source.stack:
                 # Where it is aligned, the CPU device takes this memory over.
@@ -230,24 +211,10 @@ def read_parameters(
     return parameters
 
 
-def _part(tensor: np.ndarray, source: Source) -> np.ndarray:
-    """Returns what one source takes of a tensor, transformed."""
-    if source.rows is not None:
-        tensor = tensor[source.rows[0] : source.rows[1]]
-    return tensor if source.transform is None else source.transform(tensor)
-
-
 def _copied(array: np.ndarray, target: Target) -> np.ndarray:
     parameter = aligned_empty(target.shape, target.dtype)
     parameter[...] = array
     return parameter
-
-
-def _put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    # Several processes: each gives its own devices' parts.
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _list(names: list[str]) -> str:

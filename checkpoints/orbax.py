@@ -64,8 +64,13 @@ class OrbaxCheckpoint:
 
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor in the type in which it is stored."""
+        return self.read_part(name, ())
+
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of a tensor; of the chunks that it is stored in those are read that have
+        some of it."""
         try:
-            return self._stores[name].read().result()
+            return self._stores[name][(*index, ...)].read().result()
         except ValueError as error:
             raise ValueError(_damaged(self._parameters, name, error)) from None
 

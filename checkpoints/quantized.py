@@ -86,6 +86,12 @@ class DecodedCheckpoint:
             return decode_mxfp4(codes, scales)
         return decode_fp8(codes, scales, weight.block)
 
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of a tensor; one that is quantized is read whole."""
+        if name in self.tensors and name not in self._coded:
+            return self._checkpoint.read_part(name, index)
+        return self.read(name)[index]
+
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer of the other."""
         return self._checkpoint.tokenizer()

@@ -12,6 +12,7 @@ import numpy as np
 from engine.build import build_engine
 from engine.cache_control import CacheControl
 from engine.chat import ChatEncoder, Conversation, as_conversations
+from engine.company import follow
 from engine.config import EngineConfig
 from engine.models.oracle import forward_jit
 from engine.params import SamplingParams
@@ -70,6 +71,22 @@ class LLM:
         self.cache = CacheControl(self.engine, built.fingerprint, built.page)
         self.chats = ChatEncoder(self.tokenizer)
         self.default_params = built.default_params
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process takes the requests, and this one is to call `follow`."""
+        channel = self.built.channel
+        return channel is not None and channel.group.rank > 0
+
+    def follow(self) -> None:
+        """Does this process's share of what the leader runs, until the leader ends.
+
+        Raises LostProcess when a process is lost, RuntimeError in one that leads.
+        """
+        if not self.follows:
+            raise RuntimeError("this process leads; give it requests")
+        assert self.built.channel is not None, "who follows has a leader"
+        follow(self.engine.worker, self.built.channel)
 
     def close(self) -> None:
         """Ends the engine; with `disk_cache_dir`, all that is kept is there for the next start.
@@ -204,12 +221,17 @@ class LLM:
         every layer's output, before the final norm. A plain pass for research and tests; it
         compiles for every power of two that a length is rounded up to.
         """
+        if self.built.channel is not None:
+            raise ValueError("forward needs an engine of one process")
         request, _ = self.make_request(prompt, SamplingParams(max_tokens=0))
         count = len(request.prompt_token_ids)
         padded_T = np.zeros(max(16, 1 << (count - 1).bit_length()), np.int32)
         padded_T[:count] = request.prompt_token_ids  # no token sees the padding behind it
         logits_TV, hidden_LTD = forward_jit(
-            self.engine.params, self.engine.model_config, padded_T, length=np.int32(count)
+            self.engine.worker.params,
+            self.engine.worker.model_config,
+            padded_T,
+            length=np.int32(count),
         )
         logits_TV = np.asarray(logits_TV)[:count, : self.model_config.vocab_size]
         if hidden_states:

@@ -30,6 +30,12 @@ class Repeat(NamedTuple):
     body: Body
 
 
+class Place(NamedTuple):
+    """The program that brings experts of a layer of a segment to other slots."""
+
+    segment: int
+
+
 class Head(NamedTuple):
     """A head program: what it computes from how many hidden rows."""
 

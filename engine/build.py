@@ -19,9 +19,11 @@ from jax.sharding import Mesh
 from checkpoints import store
 from engine.batch import BatchShape
 from engine.buckets import Ladder
+from engine.company import Leader, check_agreement
 from engine.config import EngineConfig
 from engine.deterministic import check_rows
 from engine.disk_cache import DiskCache
+from engine.expert_places import expert_places
 from engine.fingerprint import kv_fingerprint
 from engine.host_pages import page_places, stripes_of
 from engine.kv import TPU_LANES, KVLayout, kv_layout
@@ -38,18 +40,31 @@ from engine.log import logger
 from engine.loop import Engine
 from engine.memo import Memo
 from engine.memory import available_bytes, check_pages, default_pages, device_tree_bytes
-from engine.models.split import device_config, split_config
+from engine.models.config import ModelConfig
+from engine.models.split import device_config, split_config, with_slots
 from engine.models.tree import fuse
 from engine.mover import Mover
 from engine.pages import FilePool, PagePool
 from engine.params import SamplingParams
 from engine.program_store import ProgramStore, machine_fingerprint
 from engine.programs import ProgramFactory, build_programs
+from engine.rebalance import Balancer
 from engine.scheduler import Scheduler
 from engine.step_config import StepConfig
 from engine.strict import CompileCounter
 from engine.waiting import Admission, Tenants
-from sharding import RULES, make_mesh, parse_mesh
+from engine.worker import Worker
+from sharding import (
+    ALONE,
+    EXPERT_PARALLEL,
+    RULES,
+    Axis,
+    Rules,
+    devices_along,
+    make_mesh,
+    parse_mesh,
+)
+from sharding.processes import Channel, Group, group_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +81,7 @@ class Built:
     store: ProgramStore
     default_params: SamplingParams
     phases: dict[str, float]  # seconds of the start, by phase, in order
+    channel: Channel | None  # to the other processes that run it
 
 
 class PhaseClock:
@@ -85,7 +101,12 @@ class PhaseClock:
 def build_engine(config: EngineConfig) -> Built:
     """Returns the engine of `config`, all weights loaded and all programs ready."""
     clock = PhaseClock()
+    group = group_of(config.replicas)
+    channel = Channel(group) if group.size > 1 else None
     model = open_model(store.resolve(config.model))
+    if channel is not None:
+        check_agreement(channel, config, model.checkpoint)
+        check_alone(config)
     default_params = SamplingParams()
     if config.generation_config == "auto":
         default_params = generation_defaults(model)
@@ -94,11 +115,19 @@ def build_engine(config: EngineConfig) -> Built:
     dtype = compute_dtype(config, model, platform)
     max_model_len = context_length(config, model.config.max_position)
     page_size = config.page_size or default_page_size(platform)
-    mesh = engine_mesh(config.mesh)
+    mesh = engine_mesh(config.mesh, group)
+    rules = EXPERT_PARALLEL if config.expert_parallel else RULES
+    if config.expert_parallel and model.config.experts is None:
+        raise ValueError(f"expert_parallel is of experts, which a {model.config.family} has not")
+    if config.num_redundant_experts or config.rebalance_interval:
+        check_experts(config, mesh, rules)
+        model = dataclasses.replace(
+            model, config=with_slots(model.config, config.num_redundant_experts)
+        )
     ways = mesh.shape["tensor"]
-    split = split_config(model.config, ways)
-    stages = mesh.shape["pipe"]
-    part = device_config(split, ways, mesh.shape["expert"], stages)
+    split = split_config(model.config, ways, rules.ways(mesh, "expert_ffn"))
+    stages, axes = mesh.shape["pipe"], rules.mesh_axes("experts")
+    part = device_config(split, ways, rules.ways(mesh, "experts"), stages, axes)
     form = dict(stages=stages, lanes=TPU_LANES if platform == "tpu" else 1)
     layout = kv_layout(part, page_size, dtype, **form)
     ladder = Ladder(
@@ -116,10 +145,12 @@ def build_engine(config: EngineConfig) -> Built:
     shape = BatchShape(len(layout.groups), places_a_row, config.max_num_seqs, host_page)
     stacked = platform != "cpu" or stages > 1
     # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
-    check_model(model, mesh, RULES, dtype, stacked=stacked)
+    check_model(model, mesh, rules, dtype, stacked=stacked)
     forbidden = forbidden_ids(model, split.vocab_size)
-    cfg = StepConfig(part, layout, shape, mesh, RULES, widest, forbidden, config.ring_layout)
-    params = abstract_parameters(model.config, mesh, RULES, dtype, stacked=stacked)
+    parts = rules.ways(mesh, "rows")
+    told = ALONE if channel is None or parts == 1 else Axis(rules.mesh_axes("rows"), parts)
+    cfg = StepConfig(part, layout, shape, mesh, rules, widest, forbidden, config.ring_layout, told)
+    params = abstract_parameters(model.config, mesh, rules, dtype, stacked=stacked)
     fused = not stacked and mesh.size == 1
     params = fuse(params) if fused else params
     programs_store = ProgramStore(store.cache_folder() / "programs")
@@ -138,15 +169,17 @@ def build_engine(config: EngineConfig) -> Built:
     num_pages = config.num_pages or default_pages(
         config, layout, max_model_len, factory_of, ladder, programs_store
     )
+    if channel is not None:
+        num_pages = min(int(pages) for pages in channel.agree("pages", str(num_pages)))
     factory = factory_of(num_pages)
     check_pages(config, factory)
     lower = tier_sizes(config, device_tree_bytes(factory.slot()) * mesh.size)
     if config.disk_cache_dir is not None:
-        for path in disk_folders(Path(config.disk_cache_dir), RULES.ways(mesh, "rows")):
+        for path in disk_folders(Path(config.disk_cache_dir), rules.ways(mesh, "rows")):
             make_disk_folder(path, store.resolve(config.model))
     whole = kv_layout(split, page_size, dtype, **form)
     fingerprint = cached_fingerprint(config, model, whole, (ladder.bodies, mesh.shape))
-    places = page_places(mesh, RULES, factory.slot())
+    places = page_places(mesh, rules, factory.slot())
     disks: list[DiskCache | None] = [None] * len(places)
     if config.disk_cache_dir is not None:
         page = places[0].page
@@ -156,7 +189,7 @@ def build_engine(config: EngineConfig) -> Built:
     clock.end("plan the programs and the pool")
 
     def load() -> Any:
-        weights = load_model(model, mesh, RULES, dtype, stacked=stacked)
+        weights = load_model(model, mesh, rules, dtype, stacked=stacked)
         return fuse(weights) if fused else weights
 
     # Weights are read while programs compile: one waits for the disk, the other for the cores.
@@ -166,6 +199,11 @@ def build_engine(config: EngineConfig) -> Built:
         clock.end("compile the programs, or find them")
         weights = loading.result()
         clock.end("load the weights, beyond that")
+    leader = None
+    if channel is not None:
+        channel.agree("ready", "")
+        leader = Leader(channel) if group.rank == 0 else None
+        clock.end("wait for the other processes")
 
     def make_scheduler(disk: DiskCache | None, tenants: Tenants) -> Scheduler:
         groups = len(layout.groups)
@@ -202,20 +240,26 @@ def build_engine(config: EngineConfig) -> Built:
         tenants = Tenants(config.max_num_seqs_per_tenant, config.tokens_per_s_per_tenant)
         return [make_scheduler(disk, tenants) for disk in disks]
 
+    worker = Worker(
+        programs,
+        weights,
+        dataclasses.replace(split, stages=stages),
+        [Mover(programs, disk, place) for disk, place in zip(disks, places, strict=True)],
+        leader,
+    )
     engine = Engine(
-        programs=programs,
+        worker=worker,
         store=programs_store,
-        params=weights,
-        model_config=dataclasses.replace(split, stages=stages),
         make_schedulers=make_schedulers,
         ladder=ladder,
         shape=shape,
         tokenizer=model.tokenizer,
         overlap=config.overlap,
-        movers=[Mover(programs, disk, place) for disk, place in zip(disks, places, strict=True)],
         counter=CompileCounter() if config.strict else None,
+        balancer=make_balancer(config, model.config, mesh, rules),
+        follows=group.rank > 0,
     )
-    if config.deterministic:
+    if config.deterministic and group.rank == 0:
         check_rows(engine, model.config.vocab_size, ladder.rows, max_model_len)
     clock.end("make the pool")
     report(model, layout, config.mesh, num_pages, host_page, max_model_len, engine)
@@ -230,6 +274,7 @@ def build_engine(config: EngineConfig) -> Built:
         programs_store,
         default_params,
         clock.phases,
+        channel,
     )
 
 
@@ -305,18 +350,60 @@ def cached_fingerprint(
     return fingerprint
 
 
-def engine_mesh(text: str) -> Mesh:
-    """Returns the mesh that `EngineConfig.mesh` asks for, of this process's devices.
+def engine_mesh(text: str, group: Group) -> Mesh:
+    """Returns the mesh that `EngineConfig.mesh` asks for, of a group's devices.
 
-    Raises ValueError when there are too few of them.
+    Raises ValueError when there are too few of them, and where there are several processes, which
+    each are to have a part of it, too many.
     """
-    sizes = parse_mesh(text)
-    count, there = math.prod(sizes.values()), len(jax.local_devices())
-    if count > there:
+    sizes, devices = parse_mesh(text), group.devices()
+    count, there = math.prod(sizes.values()), len(devices)
+    if count > there or (group.size > 1 and count < there):
+        of = f" of {group.size} processes" if group.size > 1 else ""
         raise ValueError(
-            f"mesh={text!r} needs {count} devices, {there} are there; use a smaller one"
+            f"mesh={text!r} needs {count} devices, {there}{of} are there; use a "
+            f"{'smaller' if count > there else 'larger'} one"
         )
-    return make_mesh(jax.local_devices()[:count], **sizes)
+    return make_mesh(devices[:count], **sizes)
+
+
+def check_experts(config: EngineConfig, mesh: Mesh, rules: Rules) -> None:
+    """Raises ValueError where experts cannot have slots."""
+    asked = "num_redundant_experts" if config.num_redundant_experts else "rebalance_interval"
+    if rules.ways(mesh, "experts") == 1:
+        raise ValueError(
+            f"{asked} needs a mesh with an expert axis, such as expert=8, or expert_parallel=True"
+        )
+    if mesh.shape["pipe"] > 1:
+        raise ValueError(f"{asked} does not go with stages; leave pipe out of the mesh")
+    if config.deterministic and config.rebalance_interval:
+        raise ValueError("rebalance_interval does not go with deterministic=True; leave one out")
+
+
+def make_balancer(
+    config: EngineConfig, model: ModelConfig, mesh: Mesh, rules: Rules
+) -> Balancer | None:
+    """Returns what places experts anew, if that is asked for.
+
+    The devices of the expert axis count as hosts where processes have equal runs of them.
+    """
+    if not config.rebalance_interval or model.experts is None:
+        return None
+    ways, nodes = rules.ways(mesh, "experts"), 1
+    hosts = [device.process_index for device in devices_along(mesh, rules.mesh_axes("experts"))]
+    runs = len(dict.fromkeys(hosts))
+    if hosts == sorted(hosts) and ways % runs == 0 and model.experts.slots % runs == 0:
+        nodes = runs
+    return Balancer(model.experts, expert_places(model), ways, nodes, config.rebalance_interval)
+
+
+def check_alone(config: EngineConfig) -> None:
+    """Raises ValueError for settings that an engine of several processes has not."""
+    if config.disk_cache_dir is not None:
+        raise ValueError(
+            "disk_cache_dir needs an engine of one process, which has whole pages; leave it out, "
+            "or give each replica one process"
+        )
 
 
 def ring_width(config: EngineConfig, page_size: int, mesh: Mesh) -> int:
@@ -405,6 +492,6 @@ def report(
         host_page,
         num_pages * layout.page_bytes / 1e9,
         " a device" if mesh else "",
-        len(engine.programs),
+        len(engine.worker.programs),
         engine.stats()["programs_compiled"],
     )

@@ -44,6 +44,12 @@ class EngineConfig:
     num_pages: pages of the pool, one of them reserved; None: as memory allows.
     mesh: devices by what is split over them, such as "tensor=4"; "" is one device. All of AXES in
         sharding/mesh.py have size 1 if not given.
+    replicas: groups of processes that each have the model, for evaluation; see scripts/launch.py.
+    expert_parallel: experts stay whole, shared out over all devices of data, expert and tensor
+        together, where otherwise each is split over tensor, and `expert` alone shares them out.
+    num_redundant_experts: places for further copies of experts that are much asked for.
+    rebalance_interval: steps between looks at the experts' loads, after which they are placed anew
+        over the expert axis; 0: they stay where they are.
     ring_layout: one of RING_LAYOUTS: which tokens of a long piece of a prompt each device of a
         sequence axis computes.
     memory_fraction: share of an accelerator's memory for weights, programs and pages.
@@ -83,6 +89,10 @@ class EngineConfig:
     page_size: int | None = None
     num_pages: int | None = None
     mesh: str = ""
+    replicas: int = 1
+    expert_parallel: bool = False
+    num_redundant_experts: int = 0
+    rebalance_interval: int = 0
     ring_layout: str = "striped"
     memory_fraction: float = 0.9
     prefix_cache: bool = True
@@ -136,12 +146,15 @@ class EngineConfig:
         if self.ring_layout not in RING_LAYOUTS:
             known = ", ".join(RING_LAYOUTS)
             raise ValueError(f"ring_layout={self.ring_layout!r} is not known; use one of {known}")
+        check_int("replicas", self.replicas, low=1, remedy="1 is one model for all processes")
+        check_int("num_redundant_experts", self.num_redundant_experts, low=0, remedy="0 is none")
+        check_int("rebalance_interval", self.rebalance_interval, low=0, remedy="0 is never")
         check_int("decode_steps", self.decode_steps, low=1, high=64, remedy="1 is off")
         if self.deterministic and self.decode_steps > 1:
             raise ValueError(f"decode_steps={self.decode_steps} must be 1 with deterministic=True")
         if self.deterministic and self.batching != "continuous":
             raise ValueError(f"batching={self.batching!r} does not go with deterministic=True")
-        for name in ("prefix_cache", "overlap", "deterministic", "strict"):
+        for name in ("expert_parallel", "prefix_cache", "overlap", "deterministic", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.generation_config not in GENERATION_CONFIGS:

@@ -35,18 +35,26 @@ def expert_mlp(
     experts: Experts,
     tensor: Axis = ALONE,
     expert: Axis = ALONE,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns the weighted sum of the chosen experts' outputs, and of the shared ones'.
 
-    `tensor`: the mesh axis over which the units of each expert are split; `expert`: the one over
-    which experts are, and tokens.
+    And of experts in slots int32 [E], how many tokens chose each. `tensor`: the mesh axis over
+    which the units of each expert are split; `expert`: those over which experts are, and tokens.
+    Where `tensor` is one of them, experts are whole, and its devices share out the tokens that
+    they have in common.
     """
     logits_TE = matmul(x_TD, p["router"])
     if experts.router_bias:
         logits_TE = logits_TE + p["router_bias"].astype(jnp.float32)[None]
     weight_TK, expert_TK = route(logits_TE, p.get("router_correction"), experts)
     expert_TK = jnp.where(valid_T[:, None], expert_TK, experts.count)
-    y_TD = routed_mlp(x_TD, weight_TK, expert_TK, p, experts, tensor, expert)
+    count_E = expert_counts(expert_TK, experts) if experts.slots else None
+    if tensor.names and tensor.names[0] in expert.names:
+        own = Share(tensor, x_TD.shape[0])
+        chosen = own.of(weight_TK), own.of(expert_TK, experts.count)
+        y_TD = own.back(routed_mlp(own.of(x_TD), *chosen, p, experts, ALONE, expert))
+    else:
+        y_TD = routed_mlp(x_TD, weight_TK, expert_TK, p, experts, tensor, expert)
     if experts.shared_width:
         shared = {name.removeprefix("shared_"): p[name] for name in p if name.startswith("shared_")}
         shared_TD = gated_mlp(x_TD, shared, experts.activation)
@@ -54,7 +62,31 @@ def expert_mlp(
             gate_T1 = jax.nn.sigmoid(matmul(x_TD, p["gate_of_shared"]))
             shared_TD = (gate_T1 * shared_TD.astype(jnp.float32)).astype(x_TD.dtype)
         y_TD = y_TD + shared_TD
-    return tensor.sum(y_TD)
+    return tensor.sum(y_TD), count_E
+
+
+class Share(NamedTuple):
+    """The rows of this device, of as many as the devices of an axis have in common."""
+
+    axis: Axis
+    rows: int
+
+    @property
+    def each(self) -> int:
+        """How many a device has; the last ones may have padding."""
+        return -(-self.rows // self.axis.ways)
+
+    def of(self, x_TX: jax.Array, padding: int = 0) -> jax.Array:
+        """Returns this device's rows of an array."""
+        pad = self.each * self.axis.ways - self.rows
+        whole = jnp.pad(x_TX, ((0, pad), (0, 0)), constant_values=padding)
+        return jax.lax.dynamic_slice_in_dim(whole, self.axis.here() * self.each, self.each)
+
+    def back(self, y_UX: jax.Array) -> jax.Array:
+        """Returns this device's rows in their places, zeros in those of others."""
+        whole = jnp.zeros((self.each * self.axis.ways, y_UX.shape[1]), y_UX.dtype)
+        start = (self.axis.here() * self.each, jnp.int32(0))
+        return jax.lax.dynamic_update_slice(whole, y_UX, start)[: self.rows]
 
 
 def route(
@@ -136,9 +168,8 @@ def slots_of(
     return slots_EX.at[expert_TK, place_TK % copies_TK].get(mode="fill", fill_value=slots)
 
 
-def expert_counts(expert_TK: jax.Array, valid_T: jax.Array, experts: Experts) -> jax.Array:
-    """Returns int32 [E]: how many of these valid tokens were routed to each expert."""
-    expert_TK = jnp.where(valid_T[:, None], expert_TK, experts.count)
+def expert_counts(expert_TK: jax.Array, experts: Experts) -> jax.Array:
+    """Returns int32 [E]: how many of these tokens were routed to each expert."""
     return jnp.zeros(experts.count, jnp.int32).at[expert_TK].add(1, mode="drop")
 
 

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from checkpoints.checkpoint import DTYPES, TensorInfo
-from checkpoints.load import Source, Target, check_parameters, warn_of_unused
+from checkpoints.load import check_parameters, warn_of_unused
+from checkpoints.sources import Source, Target
 from checkpoints.tokenizer import Tokenizer
 from engine.loading import Model, entry_of, source_of
 from engine.models.family import Transform
@@ -93,6 +94,10 @@ class Export:
                     f"beyond the range of {self._dtype.name}; use bfloat16 or float32"
                 )
         return cast
+
+    def read_part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of a tensor, which is made whole."""
+        return self.read(name)[index]
 
     def _read_piece(self, piece: Piece) -> np.ndarray:
         """Returns the piece in memory of its own."""

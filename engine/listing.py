@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.load import Source, Target, check_parameters, read_parameters
+from checkpoints.load import check_parameters, read_parameters
+from checkpoints.sources import Source, Target
 from engine.loading import Model, path_keys, source_of
 from engine.models.config import ModelConfig
 from engine.models.tree import parameter_specs

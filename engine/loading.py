@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,16 @@ from jax.sharding import Mesh
 from checkpoints import open_checkpoint
 from checkpoints.checkpoint import DTYPES, Checkpoint
 from checkpoints.folder import CONFIG, read_json
-from checkpoints.load import (
-    NO_TENSOR,
-    Source,
-    Target,
-    check_parameters,
-    load_parameters,
-    warn_of_unused,
-)
+from checkpoints.load import check_parameters, load_parameters, warn_of_unused
+from checkpoints.sources import NO_TENSOR, Source, Target
 from checkpoints.tokenizer import Tokenizer
+from engine.expert_places import COPIES, SLOTS, first_slots, tables_of
 from engine.log import logger
 from engine.models import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.family import Entry, Family, Names
 from engine.models.rope_keys import with_factors
-from engine.models.split import after, arrangement, split_config
+from engine.models.split import Chosen, after, arrangement, split_config
 from engine.models.stages import stacked_layers
 from engine.models.tree import parameter_specs
 from engine.models.values import ids
@@ -268,7 +263,7 @@ def check_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stac
     Tensors that no parameter needs are reported in one warning, known ones in a line.
     """
     sources, targets, _ = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
-    check_parameters(model.checkpoint, sources, targets)
+    check_parameters(model.checkpoint, sources, {name: targets[name] for name in sources})
     ignored = {HEAD_TENSOR[model.checkpoint.kind]} if model.config.tied_embeddings else set()
     predictors = predictor_tensors(model)
     if predictors:
@@ -296,8 +291,25 @@ def load_model(model: Model, mesh: Mesh, rules: Rules, dtype: np.dtype, *, stack
     Raises ValueError as `check_model` does, before device memory is taken.
     """
     sources, targets, treedef = parameter_tables(model, mesh, rules, dtype, stacked=stacked)
-    loaded = load_parameters(model.checkpoint, sources, targets)
+    made = {name: targets[name] for name in targets.keys() - sources.keys()}
+    stored = {name: targets[name] for name in sources}
+    loaded = load_parameters(model.checkpoint, sources, stored)
+    loaded |= slot_tables(model.config, made, rules.ways(mesh, "experts"))
     return jax.tree.unflatten(treedef, [loaded[name] for name in targets])
+
+
+def slot_tables(
+    config: ModelConfig, targets: Mapping[str, Target], ways: int
+) -> dict[str, jax.Array]:
+    """Returns the parameters that tell where experts are at first."""
+    found: dict[str, jax.Array] = {}
+    for name, target in targets.items():
+        assert config.experts is not None and target.sharding is not None, "they are of slots"
+        tables = tables_of(first_slots(config.experts, ways), config.experts)
+        table = tables.copies_E if COPIES in name else tables.slots_EX
+        whole = np.broadcast_to(table, target.shape)
+        found[name] = jax.make_array_from_callback(target.shape, target.sharding, whole.__getitem__)
+    return found
 
 
 def check_counts(model: Model) -> None:
@@ -332,26 +344,40 @@ def parameter_tables(
     is_spec = lambda leaf: isinstance(leaf, Spec)  # noqa: E731
     form = dict(stacked=stacked, stages=mesh.shape["pipe"])
     stored = parameter_specs(model.config, dtype, **form)
-    specs = parameter_specs(split_config(model.config, ways), dtype, **form)
+    split = split_config(model.config, ways, rules.ways(mesh, "expert_ffn"))
+    specs = parameter_specs(split, dtype, **form)
     paths, treedef = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
     arranged = {
         path: arrangement(spec, was, model.config, ways)
         for (path, spec), was in zip(paths, jax.tree.leaves(stored, is_leaf=is_spec), strict=True)
     }
+    experts, placed = model.config.experts, None
+    if experts is not None and experts.slots:
+        placed = first_slots(experts, rules.ways(mesh, "experts"))
     sources: dict[str, Source] = {}
     targets: dict[str, Target] = {}
     for path, spec in paths:
         name = jax.tree_util.keystr(path)
-        source = source_of(path, names, model.config, stacked, mesh.shape["pipe"])
-        sources[name] = source._replace(transform=after(source.transform, arranged[path]))
         targets[name] = Target(spec.shape, spec.dtype, rules.sharding(mesh, spec))
+        if path_keys(path)[-1] in (SLOTS, COPIES):
+            continue  # of no checkpoint
+        source = source_of(path, names, model.config, stacked, mesh.shape["pipe"], placed)
+        sources[name] = source._replace(transform=after(source.transform, arranged[path]))
     return sources, targets, treedef
 
 
 def source_of(
-    path: tuple[Any, ...], names: Names, config: ModelConfig, stacked: bool, stages: int = 1
+    path: tuple[Any, ...],
+    names: Names,
+    config: ModelConfig,
+    stacked: bool,
+    stages: int = 1,
+    placed: Sequence[int] | None = None,
 ) -> Source:
-    """Returns where the parameter at a tree path stands in the checkpoint."""
+    """Returns where the parameter at a tree path stands in the checkpoint.
+
+    `placed`: the expert of each slot, where experts have slots.
+    """
     keys = path_keys(path)
     entry = entry_of(path, names, config)
     layers: list[int | None] = [0]
@@ -359,14 +385,20 @@ def source_of(
         run = config.segments()[keys[1]]
         layers = stacked_layers(config, stages)[keys[1]] if stacked else [run[keys[2]]]
     several = "{expert}" in entry.tensor
-    experts = range(config.experts.count if several and config.experts else 1)
+    experts: Sequence[int] = range(1)
+    transform = entry.transform
+    if several:
+        assert config.experts is not None, "there are several"
+        experts = placed or range(config.experts.count)
+    elif placed is not None and keys[-1].startswith("experts_"):
+        transform = after(transform, Chosen(tuple(placed)))
     tensors = tuple(
         NO_TENSOR if i is None else entry.tensor.format(layer=i, expert=e)
         for i in layers
         for e in experts
     )
     stack = int(stacked and keys[0] == "segments") + int(several)
-    return Source(tensors, entry.transform, stack, entry.rows, entry.share)
+    return Source(tensors, transform, stack, entry.rows, entry.share)
 
 
 def entry_of(path: tuple[Any, ...], names: Names, config: ModelConfig) -> Entry:
@@ -390,7 +422,7 @@ def abstract_parameters(
 
     They are those of the config as it is split over the mesh.
     """
-    split = split_config(config, rules.ways(mesh, "kv_heads"))
+    split = split_config(config, rules.ways(mesh, "kv_heads"), rules.ways(mesh, "expert_ffn"))
     specs = parameter_specs(split, dtype, stacked=stacked, stages=mesh.shape["pipe"])
     leaf = lambda spec: isinstance(spec, Spec)  # noqa: E731
     return jax.tree.map(lambda spec: rules.abstract(mesh, spec), specs, is_leaf=leaf)

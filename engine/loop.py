@@ -14,47 +14,37 @@ import numpy as np
 
 from checkpoints.tokenizer import Tokenizer
 from engine.batch import BatchShape, no_tables, pack, pack_tables
-from engine.buckets import Group, Head, Ladder, Repeat
+from engine.buckets import Group, Head, Ladder
 from engine.config import POLICIES
 from engine.disk_cache import DiskCache
-from engine.layers import Params
-from engine.models.config import ModelConfig
-from engine.models.decoder import head_parameters
-from engine.mover import Mover
 from engine.moves import DEVICE
 from engine.params import HEADS, MAX_SAMPLES, NOT_FINITE
 from engine.partitions import Partitions, Step
 from engine.plan import Piece, Plan
-from engine.program_store import Executables, ProgramStore
+from engine.program_store import ProgramStore
+from engine.rebalance import Balancer
 from engine.request import Request, ScoredToken
 from engine.results import Delta, Record, Results
 from engine.sampling import Logprobs
 from engine.scheduler import Scheduler
 from engine.segment_file import Segment
 from engine.strict import CompileCounter, no_compilation
+from engine.worker import Made, Work, Worker
+from sharding.processes import LostProcess
 
 _MOST_SLEEP_S = 0.05  # between looks at whether a tenant may go on
 
 
 @dataclasses.dataclass
-class Scored:
-    """One call of the score head: request, position and row of each that is wanted; its result."""
-
-    wanted: list[tuple[Request, int, int]]
-    logprobs: Logprobs
-
-
-@dataclasses.dataclass
 class Pending:
-    """A dispatched step whose results are still on the device."""
+    """A dispatched step whose results are still on the devices.
+
+    scored: of each call of the score head, request, position and row of what is wanted.
+    """
 
     step: Step
-    done: jax.Array  # ready when the body has run
-    tokens: jax.Array | None
-    logprobs: Logprobs | None
-    scored: list[Scored]
-    prompt_CD: jax.Array | None  # hidden rows of the chunk group, where they are wanted
-    broken_B: jax.Array | None  # of the chunk group
+    made: Made
+    scored: list[list[tuple[Request, int, int]]]
 
 
 class Engine:
@@ -62,32 +52,30 @@ class Engine:
 
     With `overlap`, a step is planned and dispatched before the previous one's tokens are read, so
     that the device never waits for the host. With a `counter`, a step that compiles anything raises
-    StrictError.
+    StrictError. One that `follows` another process takes no requests: its worker is told all.
     """
 
     def __init__(
         self,
         *,
-        programs: Executables,
+        worker: Worker,
         store: ProgramStore,
-        params: Any,
-        model_config: ModelConfig,
         make_schedulers: Callable[[], Sequence[Scheduler]],
         ladder: Ladder,
         shape: BatchShape,
         tokenizer: Tokenizer | None,
         overlap: bool,
-        movers: Sequence[Mover],
         counter: CompileCounter | None = None,
+        balancer: Balancer | None = None,
+        follows: bool = False,
     ) -> None:
-        self.programs = programs
-        self.params = params
+        self.worker = worker
+        self._follows = follows
+        self._balancer = balancer
+        self._dispatched = 0
         self.tokenizer = tokenizer
-        self.model_config = model_config
         self._make_partitions = lambda: Partitions(make_schedulers(), ladder)
-        self._movers = tuple(movers)
         self._set_partitions(self._make_partitions())
-        self.state = programs["start"]()
         self._store = store
         self._shape = shape
         self._counter = counter
@@ -101,12 +89,12 @@ class Engine:
         self._is_closed = False
         self._last_step_s = time.monotonic()
         self._pending: collections.deque[Pending] = collections.deque()
-        self._results = Results(tokenizer, model_config.width)
+        self._results = Results(tokenizer, worker.model_config.width)
 
     def _set_partitions(self, partitions: Partitions) -> None:
         self.partitions = partitions
         # Each partition's scheduler, and who carries its pages.
-        self._cared = list(zip(partitions.parts, self._movers, strict=True))
+        self._cared = list(zip(partitions.parts, self.worker.movers, strict=True))
 
     @property
     def scheduler(self) -> Scheduler:
@@ -121,10 +109,15 @@ class Engine:
         QueueFull, a ValueError too, if no more may wait. Without `streams`, `step` returns nothing
         of it until it is finished, which costs less.
         """
-        if self._is_closed:
-            raise RuntimeError("the engine is closed; make another")
+        self._check_open()
         self._queue(request, prompt, streams)
         return request.id
+
+    def _check_open(self) -> None:
+        if self._follows:
+            raise RuntimeError("this process follows another, which takes the requests; follow it")
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; make another")
 
     def _queue(
         self,
@@ -146,8 +139,7 @@ class Engine:
         id, None if the other is not there any more. ValueError with deterministic=True, where a
         request that starts again draws its tokens again.
         """
-        if self._is_closed:
-            raise RuntimeError("the engine is closed; make another")
+        self._check_open()
         if self.scheduler.is_pinned:
             raise ValueError("deterministic=True has no forks; leave it out")
         record = self._results.get(request_id)
@@ -202,17 +194,29 @@ class Engine:
         """Dispatches the next step and reads the one before; returns what was read.
 
         If a step is interrupted or fails, what it raised is raised here, and no request is lost:
-        all of them run again from the tokens they had.
+        all of them run again from the tokens they had. LostProcess, where other processes have
+        devices of this engine, ends it.
         """
         if self._is_closed:
             return self._results.take()
         try:
             with no_compilation(self._counter):
                 self._run_step()
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover_from(error)
             raise
         return self._results.take()
+
+    def _recover_from(self, error: BaseException) -> None:
+        """Starts anew after an error; raises LostProcess where that cannot be."""
+        others = self.worker.others
+        if others is not None and isinstance(error, LostProcess | jax.errors.JaxRuntimeError):
+            self._is_closed = True
+            others.give_up()
+            if not isinstance(error, LostProcess):
+                raise LostProcess(f"a step failed, here or in another process: {error}") from error
+        else:
+            self._recover()
 
     def _run_step(self) -> None:
         parts = self.partitions.parts
@@ -239,8 +243,9 @@ class Engine:
 
     def _move(self) -> None:
         """Moves pages as the schedulers want it though no step is planned."""
-        for part, mover in self._cared:
-            self.state = mover.run(self.state, part.take_moves())
+        moves = tuple(part.take_moves() for part in self.partitions.parts)
+        if any(moves):
+            self.worker.run(Work(moves))
 
     def _deliver(self, record: Record, tokens: list[int], entry: Any = None) -> bool:
         """Gives a request's tokens to its results; returns whether a text ended it."""
@@ -252,7 +257,7 @@ class Engine:
     def _recover(self) -> None:
         """Starts anew from what the host knows: a donated state may be lost with its step."""
         self._pending.clear()
-        self.state = self.programs["start"]()
+        self.worker.restart()
         before = self.partitions
         self._set_partitions(self._make_partitions())
         self.partitions.carry_on(before)
@@ -272,11 +277,14 @@ class Engine:
         for record in self._results.records():
             self.abort(record.request.id)
         self._pending.clear()
+        worker = self.worker
         for part, mover in self._cared:
             if mover.disk is not None:
                 part.cache.tiers.flush()
-                self.state = mover.run(self.state, part.take_moves(), waits=True)
+                worker.state = mover.run(worker.state, part.take_moves(), waits=True)
             mover.close()
+        if worker.others is not None:
+            worker.others.end()
 
     def clear_cache(self, spaces: Iterable[Hashable] | None = None) -> None:
         """Lets go of all pages that are only kept, or of those in some of the cache's spaces."""
@@ -284,15 +292,14 @@ class Engine:
             part.cache.clear(spaces)
         self._move()
         if spaces is None:
-            for mover in self._movers:
-                mover.free_slots()
+            self.worker.free_slots()
 
     def write_cache(self, disk: DiskCache) -> int:
         """Has all that is on the device and the host written; returns how many segments."""
         count = 0
         for part, mover in self._cared:
             for save in list(part.cache.tiers.saves()):
-                disk.save(save, mover.pages(self.state, save), waits=True)
+                disk.save(save, mover.pages(self.worker.state, save), waits=True)
                 count += 1
         return count
 
@@ -307,7 +314,7 @@ class Engine:
         for part, mover in self._cared:
             numbers = part.cache.tiers.add_saved(DEVICE, *segment.run)
             if numbers is not None:
-                self.state = mover.put(self.state, numbers, pages)
+                self.worker.state = mover.put(self.worker.state, numbers, pages)
                 return True
         return False
 
@@ -315,49 +322,55 @@ class Engine:
         """Returns counts (pages by group, requests, preemptions, steps, programs), and `program_s`:
         the seconds that each program that is there took to compile or load, by name.
         """
+        programs = self.worker.programs
         return {
             **self.partitions.stats(),
-            "programs": len(self.programs),
+            "programs": len(programs),
             "programs_compiled": self._store.compiled,
             "programs_loaded": self._store.loaded,
-            "program_s": dict(self.programs.seconds),
+            "program_s": dict(programs.seconds),
+            **({} if self._balancer is None else {"experts": self._balancer.stats()}),
         }
 
     # Dispatch
 
     def _dispatch(self, step: Step) -> Pending:
         now = time.monotonic()
-        for (part, mover), plan in zip(self._cared, step.plans, strict=True):
-            moves = plan.moves if plan is not None else part.take_moves()
-            self.state = mover.run(self.state, moves)
-        if step.body[0].kind != "decode":
-            self._open_rows(step, now)
-        packed = self._pack(step)
-        if step.repeat > 1:
-            program = self.programs[Repeat(step.body)]
-            self.state, tokens = program(self.params, self.state, packed)
-            tokens.copy_to_host_async()
-            return Pending(step, tokens, tokens, None, [], None, None)
-        body = self.programs[step.body]
-        self.state, hidden = body(self.params, self.state, packed)
-        scored = [] if hidden.prompt_CD is None else self._score(step, hidden.prompt_CD)
-        wanted = hidden.prompt_CD is not None and any(
-            piece.request.wants_hidden for _, plan in step.some for piece in plan.pieces
+        parts = self.partitions.parts
+        work = Work(
+            tuple(
+                part.take_moves() if plan is None else plan.moves
+                for part, plan in zip(parts, step.plans, strict=True)
+            ),
+            body=step.body,
+            packed=self._pack(step),
+            repeats=step.repeat > 1,
+            head=self._head(step),
         )
-        prompt_CD = hidden.prompt_CD if wanted else None
-        broken_B = hidden.broken_B
-        if broken_B is not None:
-            broken_B.copy_to_host_async()
-        if not any(plan.sampled for _, plan in step.some):
-            return Pending(step, hidden.row_S, None, None, scored, prompt_CD, broken_B)
-        head = self.programs[self._head(step)]
-        hidden = hidden._replace(prompt_CD=None, broken_B=None)
-        self.state, (tokens, logprobs) = head(self._head_params(), self.state, hidden)
-        tokens.copy_to_host_async()
-        return Pending(step, hidden.row_S, tokens, logprobs, scored, prompt_CD, broken_B)
+        scored: list[list[tuple[Request, int, int]]] = []
+        if step.body[0].kind != "decode":
+            scored, scores = self._scores(step)
+            work = work._replace(
+                tables=self._open_rows(step, now),
+                score_head=self._heads["score"][0],
+                scores=scores,
+                shows_prompt=any(
+                    piece.request.wants_hidden for _, plan in step.some for piece in plan.pieces
+                ),
+            )
+        if self._balancer is not None:
+            self._dispatched += 1
+            looks = self._balancer.looks(self._dispatched)
+            work = work._replace(place=self._balancer.next(), looks=looks)
+        made = self.worker.run(work)
+        assert made is not None, "the step has a body"
+        for array in (made.broken_B, made.tokens):
+            if array is not None:
+                array.copy_to_host_async()
+        return Pending(step, made, scored)
 
-    def _open_rows(self, step: Step, now: float) -> None:
-        """Notes who runs for the first time, and fills the tables of rows that want any."""
+    def _open_rows(self, step: Step, now: float) -> list[np.ndarray]:
+        """Notes who runs for the first time; returns the tables of rows that want any."""
         opened: list[list[Request]] = [[] for _ in step.plans]
         for p, plan in step.some:
             for piece in plan.pieces:
@@ -365,15 +378,17 @@ class Engine:
                     piece.request.first_scheduled_s = now
                 if piece.fresh and piece.request.params.changes_logits:
                     opened[p].append(piece.request)
-        vocabulary = self.model_config.vocab_size
-        for requests in itertools.zip_longest(*opened):
-            tables = [
-                no_tables(vocabulary, self._shape.num_rows)
-                if request is None
-                else pack_tables(request, vocabulary)
-                for request in requests
-            ]
-            self.state = self.programs["row"](self.state, np.concatenate(tables))
+        vocabulary, rows = self.worker.model_config.vocab_size, self._shape.num_rows
+
+        def table(request: Request | None) -> np.ndarray:
+            return (
+                no_tables(vocabulary, rows) if request is None else pack_tables(request, vocabulary)
+            )
+
+        return [
+            np.concatenate([table(request) for request in requests])
+            for requests in itertools.zip_longest(*opened)
+        ]
 
     def _pack(self, step: Step) -> np.ndarray:
         """Returns the packed array of all partitions, one after the other."""
@@ -383,14 +398,20 @@ class Engine:
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _head(self, step: Step) -> Head:
+    def _head(self, step: Step) -> Head | None:
+        """Returns the head of the rows that are sampled, if there are any and no repeat has it."""
         plans = [plan for _, plan in step.some]
-        kind = HEADS[max(request.head for plan in plans for request in plan.sampled)]
         most = max(len(plan.sampled) for plan in plans)
+        if not most or step.repeat > 1:
+            return None
+        kind = HEADS[max(request.head for plan in plans for request in plan.sampled)]
         return next(head for head in self._heads[kind] if head.rows >= most)
 
-    def _score(self, step: Step, prompt_CD: jax.Array) -> list[Scored]:
-        """Dispatches the score head over the prompt positions that the plans want."""
+    def _scores(self, step: Step) -> tuple[list[list[tuple[Request, int, int]]], list[np.ndarray]]:
+        """Returns what the score head is asked of the prompt positions that the plans want.
+
+        By call: request, position and row of each, and the array that asks.
+        """
         group = step.body[0]
         head = self._heads["score"][0]
         parts = len(step.plans)
@@ -402,7 +423,7 @@ class Engine:
                 if piece.scores is not None
                 for position in range(*piece.scores)
             ]
-        calls = []
+        scored, calls = [], []
         for first in range(0, max(len(each) for each in wanted), head.rows):
             rows = np.zeros((2, parts * head.rows), np.int32)
             asked = []
@@ -411,34 +432,35 @@ class Engine:
                 for index, (request, position, hidden_row) in enumerate(part, p * head.rows):
                     rows[:, index] = hidden_row, request.prompt_token_ids[position + 1]
                     asked.append((request, position, index))
-            logprobs = self.programs[head](self._head_params(), prompt_CD, rows)
-            calls.append(Scored(asked, logprobs))
-        return calls
+            scored.append(asked)
+            calls.append(rows)
+        return scored, calls
 
     def _row_of(self, group: Group, index: int, piece: Piece) -> int:
         """Returns the row among the prompt's hidden ones that token 0 of a piece's request had."""
         return index * group.width + self._shape.offset(group, piece.start) - piece.start
 
-    def _head_params(self) -> Params:
-        return head_parameters(self.params, self.model_config)
-
     # Reading
 
     def _read(self, pending: Pending) -> None:
-        step = pending.step
+        step, made = pending.step, pending.made
         # A step without tokens is waited for too: the host is never further ahead than one step.
-        jax.block_until_ready(pending.done)
+        jax.block_until_ready(made.done)
+        if made.load_LE is not None and self._balancer is not None:
+            self._balancer.add(np.asarray(made.load_LE))
         parts = len(step.plans)
         tokens_XPB = np.zeros((1, parts, 0), np.int32)
-        if pending.tokens is not None:
-            tokens_XB = np.atleast_2d(np.asarray(pending.tokens))
+        if made.tokens is not None:
+            tokens_XB = np.atleast_2d(np.asarray(made.tokens))
             tokens_XPB = tokens_XB.reshape(len(tokens_XB), parts, -1)
-        self._read_scores(pending.scored)
-        self._read_hidden(pending)
-        logprobs = None if pending.logprobs is None else jax.device_get(pending.logprobs)
+        for wanted, scores in zip(pending.scored, made.scores, strict=True):
+            self._read_scores(wanted, scores)
+        if made.prompt_CD is not None:
+            self._read_hidden(step, np.asarray(made.prompt_CD, np.float32))
+        logprobs = None if made.logprobs is None else jax.device_get(made.logprobs)
         broken_PB = np.zeros((parts, 0), bool)
-        if pending.broken_B is not None:
-            broken_PB = np.asarray(pending.broken_B).reshape(parts, -1)
+        if made.broken_B is not None:
+            broken_PB = np.asarray(made.broken_B).reshape(parts, -1)
         now, rows = time.monotonic(), tokens_XPB.shape[2]
         for p, plan in step.some:
             broken = np.flatnonzero(broken_PB[p, : len(plan.pieces)]).tolist()
@@ -480,30 +502,27 @@ class Engine:
             elif request.finish_reason is not None:
                 self._deliver(record, [])
 
-    def _read_scores(self, scored: list[Scored]) -> None:
-        for call in scored:
-            logprobs = jax.device_get(call.logprobs)
-            values, best = logprobs.logprob_B.tolist(), logprobs.top_id_BC[:, 0].tolist()
-            for request, position, index in call.wanted:
-                record = self._results.get(request.id)
-                if record is None:
-                    continue
-                token = request.prompt_token_ids[position + 1]
-                if record.prompt_logprobs is not None:
-                    count = request.params.prompt_logprobs
-                    entry = self._results.entry(logprobs, index, token, count)
-                    record.prompt_logprobs[position + 1] = entry
-                else:
-                    record.scores[position] = ScoredToken(values[index], best[index] == token)
-                if math.isnan(values[index]):
-                    self._fail(record)
+    def _read_scores(self, wanted: list[tuple[Request, int, int]], scores: Logprobs) -> None:
+        """Keeps what a call of the score head says of the positions that were wanted."""
+        scores = jax.device_get(scores)
+        values, best = scores.logprob_B.tolist(), scores.top_id_BC[:, 0].tolist()
+        for request, position, index in wanted:
+            record = self._results.get(request.id)
+            if record is None:
+                continue
+            token = request.prompt_token_ids[position + 1]
+            if record.prompt_logprobs is not None:
+                count = request.params.prompt_logprobs
+                entry = self._results.entry(scores, index, token, count)
+                record.prompt_logprobs[position + 1] = entry
+            else:
+                record.scores[position] = ScoredToken(values[index], best[index] == token)
+            if math.isnan(values[index]):
+                self._fail(record)
 
-    def _read_hidden(self, pending: Pending) -> None:
+    def _read_hidden(self, step: Step, hidden_CD: np.ndarray) -> None:
         """Keeps the hidden rows of the prompts that want theirs."""
-        if pending.prompt_CD is None:
-            return
-        hidden_CD = np.asarray(pending.prompt_CD, np.float32)
-        step, group = pending.step, pending.step.body[0]
+        group = step.body[0]
         rows = len(hidden_CD) // len(step.plans)
         pieces = ((p, *each) for p, plan in step.some for each in enumerate(plan.pieces))
         for p, index, piece in pieces:

@@ -32,7 +32,7 @@ class Mover:
         self._programs = programs
         self.disk = disk
         self._places: Any = places
-        self._slots: dict[int, jax.Array] = {}
+        self._slots: dict[int, jax.Array | None] = {}  # None: in other processes only
         self._others: jax.Array | None = None
 
     def run(
@@ -56,18 +56,18 @@ class Mover:
                 self.disk.delete(first.numbers)
         return state
 
-    def pages(self, state: State, save: Save) -> list[jax.Array]:
+    def pages(self, state: State, save: Save) -> list[Any]:
         """Returns the pages that a segment is made of."""
         sources = [source for _, _, source, _ in save.entries]
         if save.tier != DEVICE:
             return [self._slots[source] for source in sources]
-        taken: list[jax.Array] = []
+        taken: list[jax.Array | None] = []
         for first in range(0, len(sources), MOVES):
             part = sources[first : first + MOVES]
             taken += self._take(state, part)
         return taken
 
-    def _take(self, state: State, numbers: Sequence[int]) -> list[jax.Array]:
+    def _take(self, state: State, numbers: Sequence[int]) -> list[jax.Array | None]:
         """Returns pages of the pool, on their way to the host; at most MOVES."""
         arrays = self._programs["park"](state.pool, self._padded(numbers))
         return [self._places.own(array) for array in arrays[: len(numbers)]]
@@ -88,12 +88,13 @@ class Mover:
     def _on_host(self, page: np.ndarray) -> jax.Array:
         return jax.device_put(page, self._places.page.sharding)
 
-    def _put(self, state: State, numbers: Sequence[int], slots: list[jax.Array]) -> State:
+    def _put(
+        self, state: State, numbers: Sequence[int], slots: Sequence[jax.Array | None]
+    ) -> State:
         places = self._places
         if self._others is None and places.partitions > 1:
-            zeros = np.zeros(places.slot.shape, places.slot.dtype)
-            self._others = jax.device_put(zeros, places.slot.sharding)
-        slots = slots + [slots[0]] * (MOVES - len(slots))  # to the null page
+            self._others = places.zeros()
+        slots = list(slots) + [slots[0]] * (MOVES - len(slots))  # to the null page
         arrays = [places.whole(slot, self._others) for slot in slots]
         pool = self._programs["restore"](state.pool, self._padded(numbers), *arrays)
         return dataclasses.replace(state, pool=pool)

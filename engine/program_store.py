@@ -91,6 +91,7 @@ def machine_fingerprint() -> str:
         importlib.metadata.version("jaxlib"),
         client.platform,
         client.platform_version,
+        f"process {jax.process_index()} of {jax.process_count()}",
     ]
     parts += [device.device_kind for device in jax.devices()]
     parts += [f"{name}={getattr(jax.config, name)}" for name in settings]

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from engine.batch import packed_tables_size
-from engine.buckets import Group, Head, Ladder, Repeat
+from engine.buckets import Group, Head, Ladder, Place, Repeat
+from engine.expert_places import by_slot, expert_places, run_place
 from engine.models.decoder import head_parameters
 from engine.program_store import Executables, Program, ProgramStore
 from engine.sampling import TOP_LOGPROBS, Logprobs
@@ -20,11 +21,13 @@ from engine.step import (
     run_body,
     run_copy,
     run_head,
+    run_loads,
     run_park,
     run_repeat,
     run_restore,
     run_row,
     run_score,
+    run_show,
 )
 from engine.step_config import StepConfig
 from sharding import Axes
@@ -57,6 +60,7 @@ class ProgramFactory:
         self.decode_steps = decode_steps
         self.caches = caches
         self.vocabulary = cfg.model.vocab_size * cfg.model.tensor_ways  # ids of all devices
+        self.counts = self._counted() is not None
         self.state = self._abstract_state()
 
     def _array(self, shape: Sequence[int], dtype: Any, axes: Axes = ("rows",)) -> Any:
@@ -65,9 +69,17 @@ class ProgramFactory:
         axes += (None,) * (len(part.shape) - len(axes))
         return self.cfg.rules.whole(self.cfg.mesh, part, axes)
 
+    def _result(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> Any:
+        """Returns the abstract array of a result by row, which a device has `shape` of."""
+        ways = self.cfg.told.ways
+        if ways == 1:
+            return self._array(shape, dtype, (*(None,) * axis, "rows"))
+        whole = [length * ways if place == axis else length for place, length in enumerate(shape)]
+        return self._array(whole, dtype, ())
+
     def _abstract_state(self) -> State:
         state = jax.eval_shape(self._empty_state)
-        axes = state_axes(self.cfg.layout, stacked=self.stacked)
+        axes = state_axes(self.cfg.layout, stacked=self.stacked, counts=self.counts)
         return jax.tree.map(
             lambda names, leaf: self._array(leaf.shape, leaf.dtype, names),
             axes,
@@ -78,7 +90,21 @@ class ProgramFactory:
     def _empty_state(self) -> State:
         rows = self.cfg.shape.num_rows + 1
         vocabulary = self.cfg.model.vocab_size
-        return empty_state(self.cfg.layout, self.num_pages, rows, vocabulary, stacked=self.stacked)
+        return empty_state(
+            self.cfg.layout,
+            self.num_pages,
+            rows,
+            vocabulary,
+            stacked=self.stacked,
+            counted=self._counted(),
+        )
+
+    def _counted(self) -> tuple[int, int] | None:
+        """Returns the layers and experts whose loads are counted, if they are."""
+        model = self.cfg.model
+        if model.experts is None or not model.experts.slots:
+            return None
+        return model.num_layers, model.experts.count
 
     def _hidden(self, prompt: bool, chunks: int | None = None) -> Hidden:
         S, D = self.cfg.shape.num_rows, self.cfg.model.width
@@ -87,16 +113,16 @@ class ProgramFactory:
             sampled_SD=self._array((S, D), dtype),
             row_S=self._array((S,), jnp.int32),
             prompt_CD=self._array((self.cfg.score_tokens, D), dtype) if prompt else None,
-            broken_B=None if chunks is None else self._array((chunks,), jnp.bool_),
+            broken_B=None if chunks is None else self._result((chunks,), jnp.bool_),
         )
 
     def _logprobs(self, rows: int) -> Logprobs:
         C = min(TOP_LOGPROBS, self.vocabulary)
         return Logprobs(
-            logprob_B=self._array((rows,), jnp.float32),
-            rank_B=self._array((rows,), jnp.int32),
-            top_id_BC=self._array((rows, C), jnp.int32),
-            top_logprob_BC=self._array((rows, C), jnp.float32),
+            logprob_B=self._result((rows,), jnp.float32),
+            rank_B=self._result((rows,), jnp.int32),
+            top_id_BC=self._result((rows, C), jnp.int32),
+            top_logprob_BC=self._result((rows, C), jnp.float32),
         )
 
     def start(self) -> Program:
@@ -154,9 +180,45 @@ class ProgramFactory:
             f"{self.decode_steps} steps of decode{group.rows}x1",
             partial(run_repeat, cfg=self.cfg, body=body, steps=self.decode_steps),
             (self.params, self.state, packed),
-            (self.state, self._array((self.decode_steps, group.rows), jnp.int32, (None, "rows"))),
+            (self.state, self._result((self.decode_steps, group.rows), jnp.int32, axis=1)),
             donated=(1,),
         )
+
+    def loads(self) -> Program:
+        """Returns the program that gives the loads of experts, and counts anew."""
+        counted = self._counted()
+        assert counted is not None, "experts are in slots"
+        results = self.state, self._array(counted, jnp.int32, ())
+        function = partial(run_loads, cfg=self.cfg)
+        return Program("loads", function, (self.state,), results, donated=(0,))
+
+    def place(self, segment: int) -> Program:
+        """Returns the program that brings experts of a layer of a segment to other slots."""
+        layers = self.params["segments"][segment]
+        layers = by_slot(layers if self.stacked else layers[0])
+        experts, axis = self.cfg.model.experts, self.cfg.model.expert
+        assert experts is not None, "experts are in slots"
+        ways, size = axis.ways, experts.places // axis.ways
+        routes = self._array((1, ways, size), jnp.int32, ("experts",))
+        number = self._array((1,), jnp.int32, ())
+        tables = (experts.count, experts.most_copies), (experts.count,)
+        return Program(
+            f"place{segment}",
+            partial(run_place, expert=axis, stacked=self.stacked),
+            (
+                *(layers, number, routes, routes, number),
+                *(self._array(shape, jnp.int32, ()) for shape in tables),
+            ),
+            layers,
+            donated=(0,),
+        )
+
+    def show(self) -> Program:
+        """Returns the program that has every process see the hidden rows of all prompts."""
+        hidden_CD = self._hidden(prompt=True).prompt_CD
+        shape = self.cfg.score_tokens, self.cfg.model.width
+        result = self._result(shape, self.cfg.layout.dtype)
+        return Program("show", partial(run_show, cfg=self.cfg), (hidden_CD,), result)
 
     def head(self, head: Head) -> Program:
         """Returns a head program; the score head reads the hidden rows of prompt chunks."""
@@ -167,7 +229,7 @@ class ProgramFactory:
             function = partial(run_score, cfg=self.cfg)
             arguments = (head_parameters(self.params, self.cfg.model), hidden, wanted)
             return Program(name, function, arguments, self._logprobs(head.rows))
-        tokens = self._array((head.rows,), jnp.int32)
+        tokens = self._result((head.rows,), jnp.int32)
         logprobs = self._logprobs(head.rows) if head.kind == "logprobs" else None
         # The head never reads the prompt's rows: it takes the rest, the same for every body.
         return Program(
@@ -198,6 +260,12 @@ def build_programs(
     """
     heads = {head: factory.head(head) for head in ladder.heads()}
     programs: dict[Any, Program] = {"start": factory.start(), "row": factory.row()}
+    if factory.cfg.told.ways > 1:
+        programs["show"] = factory.show()
+    if factory.counts:
+        programs["loads"] = factory.loads()
+        segments = dict.fromkeys(segment for _, segment, _ in expert_places(factory.cfg.model))
+        programs |= {Place(segment): factory.place(segment) for segment in segments}
     if factory.caches:
         moves = (factory.copy(), factory.park(), factory.restore())
         programs |= {program.name: program for program in moves}

@@ -37,6 +37,7 @@ class State:
     end_ids_RE: jax.Array  # int32, -1 where unused
     settings_RF: jax.Array  # int32, as engine/settings.py has them
     tables: Tables
+    loads_1LE: jax.Array | None  # int32: of experts in slots, what tokens chose since the last look
 
     def settings(self, row_B: jax.Array) -> dict[str, jax.Array]:
         """Returns the settings of the rows by name, each [B] of its own dtype."""
@@ -47,8 +48,11 @@ class State:
         }
 
 
-def state_axes(layout: KVLayout, *, stacked: bool) -> Any:
-    """Returns a State with the logical axes of each array in its place."""
+def state_axes(layout: KVLayout, *, stacked: bool, counts: bool) -> Any:
+    """Returns a State with the logical axes of each array in its place.
+
+    `counts`: whether the tokens that choose each expert are.
+    """
     pages = layout.pool_spec(1).axes
     rows: Any = ("rows",)
     by_row: Any = ("rows", None)
@@ -71,13 +75,23 @@ def state_axes(layout: KVLayout, *, stacked: bool) -> Any:
             bad_RML=words,
             recent_RL=by_row,
         ),
+        loads_1LE=words if counts else None,
     )
 
 
 def empty_state(
-    layout: KVLayout, num_pages: int, rows: int, vocabulary: int, *, stacked: bool
+    layout: KVLayout,
+    num_pages: int,
+    rows: int,
+    vocabulary: int,
+    *,
+    stacked: bool,
+    counted: tuple[int, int] | None = None,
 ) -> State:
-    """Returns one device's state of an idle engine with `rows` rows, the null row included."""
+    """Returns one device's state of an idle engine with `rows` rows, the null row included.
+
+    `counted`: layers and experts whose loads are counted.
+    """
     zeros_R = jnp.zeros((rows,), jnp.int32)
     return State(
         pool=empty_pool(layout, num_pages, stacked=stacked),
@@ -90,4 +104,5 @@ def empty_state(
         end_ids_RE=jnp.full((rows, MAX_END_IDS), -1, jnp.int32),
         settings_RF=jnp.zeros((rows, len(SETTINGS)), jnp.int32),
         tables=empty_tables(rows, vocabulary),
+        loads_1LE=None if counted is None else jnp.zeros((1, *counted), jnp.int32),
     )

@@ -59,6 +59,7 @@ from engine.tokens import (
     valid_places,
 )
 from engine.vocabulary import columns
+from sharding import ALONE
 
 
 class Hidden(NamedTuple):
@@ -185,7 +186,12 @@ def run_body(
     token_T = jnp.concatenate([part.token_T for part in parts])
     x_TD = embed(params, cfg.model, token_T, cfg.layout.dtype)
     run = run_pipeline if cfg.model.stages > 1 else run_alone
-    x_TD, pool = run(params, x_TD, state.pool, cfg, body, parts)
+    if state.loads_1LE is None:
+        x_TD, pool = run(params, x_TD, state.pool, cfg, body, parts)
+    else:
+        cache = state.pool, state.loads_1LE[0]
+        x_TD, (pool, load_LE) = run(params, x_TD, cache, cfg, body, parts)
+        state = dataclasses.replace(state, loads_1LE=load_LE[None])
     x_TD = whole_runs(final_norm(params, cfg.model, x_TD), body, cfg)
     state, x_TD = mark_broken(state, x_TD, body, fields, cfg)
     prompt_CD, broken_B, first = None, None, 0
@@ -195,7 +201,7 @@ def run_body(
             # One shape for the score head, whatever chunk group ran.
             pad = max(0, cfg.score_tokens - count)
             prompt_CD = jnp.pad(x_TD[first : first + count], ((0, pad), (0, 0)))
-            broken_B = state.broken_R[part["row_B"]]
+            broken_B = cfg.tell(state.broken_R[part["row_B"]])
         first += count
     sampled_SD = x_TD.at[sampled["sample_index_S"]].get(mode="promise_in_bounds")
     state = advance(dataclasses.replace(state, pool=pool), body, fields)
@@ -242,7 +248,7 @@ def run_head(
         finished_R=state.finished_R.at[row_B].set(finished_B),
         tables=tables,
     )
-    return state, (token_B, logprobs)
+    return state, cfg.tell((token_B, logprobs))
 
 
 def run_repeat(
@@ -259,8 +265,10 @@ def run_repeat(
     `packed` is that of the first step; its tables reach as far as the last one's cells.
     """
     [group] = body
+    told, cfg = cfg, cfg._replace(told=ALONE)
     if cfg.model.stages > 1:
-        return run_stages_repeatedly(params, state, packed, cfg, group, steps)
+        state, token_XB = run_stages_repeatedly(params, state, packed, cfg, group, steps)
+        return state, told.tell(token_XB, axis=1)
 
     def one(index, carry):
         state, token_XB = carry
@@ -271,7 +279,8 @@ def run_repeat(
         return state, token_XB.at[index].set(token_B)
 
     token_XB = jnp.zeros((steps, group.rows), jnp.int32)
-    return jax.lax.fori_loop(0, steps, one, (state, token_XB))
+    state, token_XB = jax.lax.fori_loop(0, steps, one, (state, token_XB))
+    return state, told.tell(token_XB, axis=1)
 
 
 def run_stages_repeatedly(
@@ -378,6 +387,13 @@ def run_restore(pool: Pool, page_C: jax.Array, *slots: jax.Array) -> Pool:
     return put_pages(pool, page_C, slots)
 
 
+def run_loads(state: State, *, cfg: StepConfig) -> tuple[State, jax.Array]:
+    """Returns the state without its loads, and int32 [L, E], those of all devices."""
+    assert state.loads_1LE is not None, "who counts has them"
+    whole_LE = cfg.counted.sum(state.loads_1LE[0])
+    return dataclasses.replace(state, loads_1LE=jnp.zeros_like(state.loads_1LE)), whole_LE
+
+
 def run_row(state: State, packed: jax.Array, *, cfg: StepConfig) -> State:
     """Returns the state with one row of the tables as `pack_tables` packed it."""
     return dataclasses.replace(state, tables=set_row(state.tables, packed, cfg.model.tensor))
@@ -388,4 +404,10 @@ def run_score(
 ) -> Logprobs:
     """Returns the log-probabilities of tokens wanted_2S[1] after the rows wanted_2S[0]."""
     hidden_SD = prompt_CD.at[wanted_2S[0]].get(mode="promise_in_bounds")
-    return logprobs_of(open_logits(params, hidden_SD, cfg), wanted_2S[1], cfg.model.tensor)
+    logits_SV = open_logits(params, hidden_SD, cfg)
+    return cfg.tell(logprobs_of(logits_SV, wanted_2S[1], cfg.model.tensor))
+
+
+def run_show(prompt_CD: jax.Array, *, cfg: StepConfig) -> jax.Array:
+    """Returns the hidden rows of all partitions' prompts."""
+    return cfg.tell(prompt_CD)

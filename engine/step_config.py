@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all programs of an engine are built from."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,8 +24,20 @@ class StepConfig(NamedTuple):
     score_tokens: int  # tokens of the hidden rows that the score head reads
     forbidden: np.ndarray | None  # bool [ids of all devices]: those never sampled, or None
     ring_layout: str = "striped"  # of sharding/layouts.py
+    told: Axis = ALONE  # the rows' partitions, where each process is to have what all of them made
 
     def axis(self, name: str) -> Axis:
         """Returns a mesh axis as the programs ask for it."""
         ways = self.mesh.shape[name]
         return Axis((name,), ways) if ways > 1 else ALONE
+
+    @property
+    def counted(self) -> Axis:
+        """The devices whose tokens differ."""
+        names = self.rules.mesh_axes("pages")
+        ways = self.rules.ways(self.mesh, "pages")
+        return Axis(names, ways) if ways > 1 else ALONE
+
+    def tell(self, results: Any, axis: int = 0) -> Any:
+        """Returns a tree of results by row along `axis` as the host is to have them."""
+        return jax.tree.map(lambda leaf: self.told.gather(leaf, axis), results)

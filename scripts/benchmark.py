@@ -3,7 +3,7 @@
 
     python -m scripts.benchmark
         --suite=decode|prefill|startup|loading|peers|serving|sampling|scheduler|steps|scoring
-                |prefix
+                |prefix|processes
         [--output=F.json] [--charts=FOLDER] [--repeats=N]
         [--peer_python=PYTHON --peer_model=FOLDER --peer_gguf=FILE]
 
@@ -13,8 +13,8 @@ loading: files to parameters, beside a copy of them, and GGUF types beside the g
 serving: users' requests, with continuous batching, static batches and the peers. sampling: what
 each field costs. scheduler: host time of a step, with no device work. steps: several decode steps
 in one dispatch against one. scoring: choices in one call, and one by one. prefix: the cache of
-prefixes beside none. Rounds during which other processes used more than 0.1 core are void and done
-again; serving tells what they used.
+prefixes beside none. processes: the leader's host time by the number of processes. Rounds during
+which other processes used more than 0.1 core are void and done again; serving tells what they used.
 """
 
 import contextlib
@@ -33,6 +33,7 @@ from scripts.benchmarks import (
     pools,
     prefill,
     prefix,
+    processes,
     sampling,
     scheduler,
     scoring,
@@ -72,6 +73,7 @@ SUITES = {
     "steps": Suite(multistep.measure, multistep.tables, multistep.charts, "never"),
     "scoring": Suite(scoring.measure, scoring.tables, scoring.charts, "never"),
     "prefix": Suite(prefix.measure, prefix.tables, prefix.charts, "never"),
+    "processes": Suite(processes.measure, processes.tables, processes.charts, "never"),
 }
 POOLS = Suite(pools.measure, pools.tables, pools.charts, "never")
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ import jax
 from absl import flags
 
 from sharding import parse_mesh
+from sharding.processes import LostProcess, finish, leave, num_processes
 
 ENGINE_OPTIONS = (
     "dtype",
@@ -24,6 +26,10 @@ ENGINE_OPTIONS = (
     "page_size",
     "num_pages",
     "mesh",
+    "replicas",
+    "expert_parallel",
+    "num_redundant_experts",
+    "rebalance_interval",
     "ring_layout",
     "memory_fraction",
     "prefix_cache",
@@ -60,17 +66,22 @@ class Interrupted(Exception):
     """The user ended the command. Its text says what was finished."""
 
 
-def make_cpu_devices(mesh: str) -> None:
-    """Has CPU show as many devices as a mesh needs, if that is where the command will run.
+def make_cpu_devices(mesh: str, processes: int = 1) -> None:
+    """Has CPU show this process's share of the devices that a mesh over several needs.
 
-    To be called before anything asks for a device.
+    If that is where the command will run. To be called before anything asks for a device.
     """
     try:
         count = math.prod(parse_mesh(mesh).values())
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if count > 1:
-        jax.config.update("jax_num_cpu_devices", count)
+    if count % processes:
+        raise UsageError(
+            f"mesh={mesh!r} has {count} devices, and there are {processes} processes to share "
+            "them out to; use a mesh of a multiple of that"
+        )
+    if count > processes:
+        jax.config.update("jax_num_cpu_devices", count // processes)
 
 
 def define_engine_flags(values: flags.FlagValues) -> None:
@@ -93,6 +104,12 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     integer("num_pages", "Pages of the KV pool.")
     text = 'Devices by what is split over them, such as "tensor=4".'
     flags.DEFINE_string("mesh", None, text, flag_values=values)
+    integer("replicas", "Groups of processes that each have the model.")
+    flags.DEFINE_bool(
+        "expert_parallel", None, "Experts whole, over data x expert x tensor.", flag_values=values
+    )
+    integer("num_redundant_experts", "Places for copies of experts that are much asked for.")
+    integer("rebalance_interval", "Steps between looks at the experts' loads; 0 is never.")
     text = "Tokens of each device of a sequence axis: striped, contiguous or zig-zag."
     flags.DEFINE_string("ring_layout", None, text, flag_values=values)
     flags.DEFINE_float("memory_fraction", None, "Share of the memory to use.", flag_values=values)
@@ -152,7 +169,8 @@ def run_command(
 ) -> NoReturn:
     """Parses `argv` into `values`, runs `main` and exits: 0, or 2 with one line on stderr.
 
-    `text` describes the command; --help prints it with the flags.
+    `text` describes the command; --help prints it with the flags. One of several processes that
+    fails has the others end too.
     """
     argv = list(sys.argv if argv is None else argv)
     flags.DEFINE_bool("help", False, "Shows this text.", flag_values=values)
@@ -164,25 +182,41 @@ def run_command(
         if rest:
             raise UsageError(f"{rest[0]!r} is not a flag; every argument is --name=value")
         main()
+        if num_processes() > 1:
+            finish()
     except flags.Error as error:
         fail(argv[0], f"{error}; --help shows the flags")
     except UsageError as error:
         fail(argv[0], str(error))
+    except LostProcess as error:
+        fail(argv[0], str(error), code=1)
     except BrokenPipeError:
         # The reader of our output has gone. Nothing may be flushed into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        end(1, "the reader of its output has gone")
     except (KeyboardInterrupt, Interrupted) as error:
         finished = f"; {error}" if str(error) else ""
-        print(f"{Path(argv[0]).stem}: interrupted{finished}", file=sys.stderr)
-        sys.exit(130)
+        fail(argv[0], f"interrupted{finished}", code=130)
+    except Exception as error:
+        if num_processes() == 1:
+            raise
+        traceback.print_exc()
+        end(1, repr(error))
     sys.exit(0)
 
 
-def fail(program: str, text: str) -> NoReturn:
+def fail(program: str, text: str, code: int = 2) -> NoReturn:
     """Ends the command with one line on stderr, whatever line ends `text` has."""
-    print(f"{Path(program).stem}: {' '.join(text.split())}", file=sys.stderr)
-    sys.exit(2)
+    line = " ".join(text.split())
+    print(f"{Path(program).stem}: {line}", file=sys.stderr)
+    end(code, line)
+
+
+def end(code: int, reason: str) -> NoReturn:
+    """Exits; where there are several processes, so that all of them do, for this reason."""
+    if num_processes() > 1:
+        leave(code, reason)
+    sys.exit(code)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from engine.memory import device_tree_bytes
 
 def explain(llm: LLM) -> list[str]:
     """Returns the lines; all programs are made first, so that their costs are known."""
-    llm.engine.programs.wait()
+    llm.engine.worker.programs.wait()
     parts = (model_lines, memory_lines, mesh_lines, bucket_lines, program_lines)
     return [line for part in parts for line in part(llm)]
 
@@ -24,7 +24,7 @@ def size(num_bytes: float) -> str:
 
 def model_lines(llm: LLM) -> Iterator[str]:
     model, device = llm.model_config, jax.devices()[0]
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llm.engine.params))
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llm.engine.worker.params))
     yield f"model      {llm.config.model}: {model.family}, {model.num_layers} layers"
     dtype = llm.built.factory.cfg.layout.dtype.name
     yield f"           {parameters / 1e6:.1f} M parameters, {dtype}"
@@ -39,7 +39,7 @@ def memory_lines(llm: LLM) -> Iterator[str]:
     cfg = factory.cfg
     tokens = (pages - 1) // groups * cfg.shape.host_page * cfg.rules.ways(cfg.mesh, "rows")
     pool = pages * layout.page_bytes
-    yield f"weights    {size(device_tree_bytes(llm.engine.params))}"
+    yield f"weights    {size(device_tree_bytes(llm.engine.worker.params))}"
     yield (
         f"pages      {size(pool)}: {pages} pages of {layout.page_size} tokens, {groups} page "
         f"groups, about {tokens} tokens; {layout.page_bytes} bytes a page"
@@ -57,7 +57,7 @@ def mesh_lines(llm: LLM) -> Iterator[str]:
     yield f"mesh       {axes}; devices {', '.join(str(d.id) for d in mesh.devices.flat)}"
     yield f"{'array':<34}{'count':>6} {'shape of all':<22}{'split over':<34}{'MB a device':>12}"
     found: dict[tuple[Any, ...], int] = {}
-    trees = {"": llm.engine.params, "pool": llm.engine.state.pool}
+    trees = {"": llm.engine.worker.params, "pool": llm.engine.worker.state.pool}
     for first, tree in trees.items():
         for path, leaf in jax.tree.leaves_with_path(tree):
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -79,7 +79,7 @@ def bucket_lines(llm: LLM) -> Iterator[str]:
 
 def program_lines(llm: LLM) -> Iterator[str]:
     """Yields a table of the programs: seconds to make, operations, bytes moved, temporaries."""
-    programs = llm.engine.programs
+    programs = llm.engine.worker.programs
     yield f"programs   {len(programs)}"
     yield f"{'program':<32}{'made in s':>10}{'GFLOP':>9}{'MB moved':>10}{'MB temporary':>14}"
     for key in programs:

@@ -38,8 +38,10 @@ from scripts.command_line import (
 )
 from scripts.explain import explain
 from scripts.prompts import UNSAMPLED, Row, read_rows
+from scripts.replicas import check_replicas, join_parts, part_name
 from scripts.results import print_summary, result_row
 from scripts.sampling_flags import define_sampling_flags, given_fields
+from sharding.processes import Group, group_of
 
 MODES = ("chat", "score", "embed")
 
@@ -83,42 +85,53 @@ class Writer(Protocol):
 def main() -> None:
     model = FLAGS.model
     options = given(FLAGS, ENGINE_OPTIONS)
-    make_cpu_devices(options.get("mesh", ""))
     with usage_errors():
-        EngineConfig(model=model, **options)
+        group = group_of(EngineConfig(model=model, **options).replicas)
+    make_cpu_devices(options.get("mesh", ""), group.size)
     mode = chosen_mode()
-    if FLAGS.explain:
-        with usage_errors():
-            print("\n".join(explain(LLM(model, **options))))
-        return
+    check_replicas(group, FLAGS.output, FLAGS.input)
+    if group.rank > 0:
+        with usage_errors(), LLM(model, **options) as llm:
+            llm.follow()
+    elif FLAGS.explain:
+        with usage_errors(), LLM(model, **options) as llm:
+            print("\n".join(explain(llm)))
+    else:
+        lead(model, options, mode, group)
+
+
+def lead(model: str, options: dict[str, Any], mode: str, group: Group) -> None:
+    """Runs this replica's share of the rows, and writes the results."""
     rows = read_rows(FLAGS.prompt, FLAGS.input, sampling_fields(mode), mode)
+    share = range(len(rows))[group.number :: group.count]
+    outputs: dict[int, RequestOutput] = {}
     with contextlib.ExitStack() as files:
         # Opened before the model, so that a wrong path costs no work.
-        results = (
-            files.enter_context(replaced_file("output", FLAGS.output)) if FLAGS.output else None
-        )
-        summary = (
-            files.enter_context(replaced_file("report", FLAGS.report)) if FLAGS.report else None
+        results, summary = (
+            files.enter_context(replaced_file(flag, part_name(path, group))) if path else None
+            for flag, path in {"output": FLAGS.output, "report": FLAGS.report}.items()
         )
         started = time.monotonic()
         llm = None
-        if rows:
+        if rows or group.size > 1:
             with usage_errors():
                 llm = files.enter_context(LLM(model, **options))
         start_s = time.monotonic() - started
-        if mode in UNSAMPLED:
+        if llm is not None and mode in UNSAMPLED:
             write = write_scores if mode == "score" else write_vectors
-            write(llm, [row.asked for row in rows], results or sys.stdout)
-            return
-        outputs = run_rows(llm, rows, results) if llm is not None else {}
-        figures = summarize(list(outputs.values()), time.monotonic() - started - start_s)
-        stats = {} if llm is None else llm.engine.stats()
-        print_summary(figures, stats, start_s)
-        if summary is not None:
-            whole = {"model": model, "options": options, "start_s": start_s}
-            summary.write(to_json(whole | {"summary": figures, "engine": stats}) + "\n")
-    if len(outputs) < len(rows):
-        raise Interrupted(f"{len(outputs)} of {len(rows)} requests were finished")
+            write(llm, {index: rows[index].asked for index in share}, results or sys.stdout)
+        elif llm is not None:
+            outputs = run_rows(llm, rows, share, results)
+        if mode not in UNSAMPLED:
+            figures = summarize(list(outputs.values()), time.monotonic() - started - start_s)
+            stats = {} if llm is None else llm.engine.stats()
+            print_summary(figures, stats, start_s)
+            if summary is not None:
+                whole = {"model": model, "options": options, "start_s": start_s}
+                summary.write(to_json(whole | {"summary": figures, "engine": stats}) + "\n")
+    join_parts(group, FLAGS.output, FLAGS.report)
+    if mode not in UNSAMPLED and len(outputs) < len(share):
+        raise Interrupted(f"{len(outputs)} of {len(share)} requests were finished")
 
 
 def chosen_mode() -> str:
@@ -143,15 +156,18 @@ def sampling_fields(mode: str) -> dict[str, Any]:
     return {}
 
 
-def run_rows(llm: LLM, rows: Sequence[Row], results: Writer | None) -> dict[int, RequestOutput]:
-    """Runs the rows, and writes those that finished: all, unless it is interrupted."""
-    prepared = prepare_rows(llm, rows)
+def run_rows(
+    llm: LLM, rows: Sequence[Row], share: Sequence[int], results: Writer | None
+) -> dict[int, RequestOutput]:
+    """Runs the rows of `share`, and writes those that finished: all, unless it is interrupted."""
+    prepared = prepare_rows(llm, rows, share)
     shown = Shown(rows, prepared) if results is None else None
     outputs: dict[int, RequestOutput] = {}
-    ended: dict[int, list[RequestOutput]] = {index: [] for index in range(len(rows))}
+    ended: dict[int, list[RequestOutput]] = {index: [] for index in share}
     running = {}
     try:
-        for index, (requests, text) in enumerate(prepared):
+        for index in share:
+            requests, text = prepared[index]
             for request in requests:
                 with usage_errors(f"prompt {index}: "):
                     added = llm.engine.add_request(request, text, streams=shown is not None)
@@ -167,7 +183,7 @@ def run_rows(llm: LLM, rows: Sequence[Row], results: Writer | None) -> dict[int,
                     if len(ended[index]) == len(prepared[index][0]):
                         outputs[index] = merge_samples(ended[index])
             if shown is None and FLAGS.progress:
-                sys.stderr.write(f"\r{len(outputs)}/{len(rows)} requests")
+                sys.stderr.write(f"\r{len(outputs)}/{len(share)} requests")
     except KeyboardInterrupt:
         pass  # what is finished is written, and the caller says that it is not all
     finally:
@@ -179,16 +195,17 @@ def run_rows(llm: LLM, rows: Sequence[Row], results: Writer | None) -> dict[int,
     return outputs
 
 
-def prepare_rows(llm: LLM, rows: Sequence[Row]) -> list[Samples]:
-    """Returns the requests of all rows, checked before any of them runs."""
-    prepared = []
-    for index, row in enumerate(rows):
+def prepare_rows(llm: LLM, rows: Sequence[Row], share: Sequence[int]) -> dict[int, Samples]:
+    """Returns the requests of the rows of `share`, checked before any of them runs."""
+    prepared = {}
+    for index in share:
+        row = rows[index]
         with usage_errors(f"prompt {index}: "):
             params = llm.default_params.replace(row.fields)
             if row.kind == "chat":
-                prepared.append(llm.prepare_chat(row.asked, params, row.template))
+                prepared[index] = llm.prepare_chat(row.asked, params, row.template)
             else:
-                prepared.append(llm.prepare(row.asked, params))
+                prepared[index] = llm.prepare(row.asked, params)
     return prepared
 
 
@@ -199,9 +216,9 @@ class Shown:
     one whose turn has not come is held back.
     """
 
-    def __init__(self, rows: Sequence[Row], prepared: Sequence[Samples]) -> None:
+    def __init__(self, rows: Sequence[Row], prepared: dict[int, Samples]) -> None:
         self._order = [
-            (i, n) for i, (requests, _) in enumerate(prepared) for n in range(len(requests))
+            (i, n) for i, (requests, _) in prepared.items() for n in range(len(requests))
         ]
         self._held = dict.fromkeys(self._order, "")
         if len(self._order) > 1:
@@ -235,21 +252,23 @@ def said(row: Row) -> str:
     return f"{row.asked}"
 
 
-def write_scores(llm: LLM | None, pairs: list[Any], results: Writer) -> None:
-    """Writes one line a pair: its tokens, their log-probabilities, the sum, and if it is greedy."""
+def write_scores(llm: LLM, pairs: dict[int, Any], results: Writer) -> None:
+    """Writes one line a pair: its tokens, their log-probabilities, the sum, and if it is greedy.
+
+    `pairs`, and `prompts` below: by their indices.
+    """
     with usage_errors():
-        scores = llm.score(pairs, FLAGS.progress) if llm else []
-    for index, score in enumerate(scores):
+        scores = llm.score(list(pairs.values()), FLAGS.progress)
+    for index, score in zip(pairs, scores, strict=True):
         results.write(to_json({"index": index, **dataclasses.asdict(score)}) + "\n")
 
 
-def write_vectors(llm: LLM | None, prompts: list[Any], results: Writer) -> None:
+def write_vectors(llm: LLM, prompts: dict[int, Any], results: Writer) -> None:
     """Writes one line a prompt: its vector."""
-    if llm is None:
-        return
     with usage_errors():
-        vectors = llm.embed(prompts, FLAGS.pooling, FLAGS.normalize, FLAGS.progress)
-    for index, vector in enumerate(vectors):
+        asked = list(prompts.values())
+        vectors = llm.embed(asked, FLAGS.pooling, FLAGS.normalize, FLAGS.progress)
+    for index, vector in zip(prompts, vectors, strict=True):
         results.write(to_json({"index": index, "embedding": vector.tolist()}) + "\n")
 
 

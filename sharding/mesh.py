@@ -56,6 +56,12 @@ def part_of(mesh: Mesh, axes: Sequence[str], number: int) -> Mesh:
     return Mesh(mesh.devices[tuple(chosen)], mesh.axis_names, axis_types=mesh.axis_types)
 
 
+def devices_along(mesh: Mesh, axes: Sequence[str]) -> list[jax.Device]:
+    """Returns the devices along some axes, the first of all others."""
+    chosen = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    return list(mesh.devices[chosen].flat)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Returns the sizes in a text such as "data=2,tensor=4"; the empty text is one device.
 

@@ -87,6 +87,7 @@ RULES = Rules(
         "query_heads": ("tensor",),
         "kv_heads": ("tensor",),
         "ffn": ("tensor",),
+        "expert_ffn": ("tensor",),
         "vocab": ("tensor",),
         "experts": ("expert",),
         "layers": ("pipe",),
@@ -95,3 +96,5 @@ RULES = Rules(
         "page_parts": ("data", "expert", "sequence", "pipe"),
     }
 )
+# Experts whole, over all devices that have different tokens or heads.
+EXPERT_PARALLEL = Rules({**RULES.table, "experts": ("data", "expert", "tensor"), "expert_ffn": ()})

@@ -15,7 +15,8 @@ class Experts:
     to 1.   scale: multiplies them.   groups, chosen_groups: the best groups are chosen first, each
     by the sum of its `group_best` best experts.   correction: a bias of the choice alone.
     shared_width: of an MLP that sees every token, 0 if there is none, weighed by a sigmoid of its
-    own if `shared_gate`.   clamp: of the gpt-oss activation, whose slope is `swish_slope`.
+    own if `shared_gate`.   clamp: of the gpt-oss activation, whose slope is `swish_slope`.   slots:
+    places for copies of experts, of all devices together; 0: each expert has one place, in order.
     """
 
     count: int
@@ -35,6 +36,17 @@ class Experts:
     biases: bool = False
     clamp: float | None = None
     swish_slope: float = 1.0
+    slots: int = 0
+
+    @property
+    def places(self) -> int:
+        """How many places for experts there are."""
+        return self.slots or self.count
+
+    @property
+    def most_copies(self) -> int:
+        """How many copies an expert can have."""
+        return self.places - self.count + 1
 
     def __post_init__(self) -> None:
         if not 0 < self.chosen <= self.count:
@@ -117,6 +129,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     tensor_ways: int = 1  # devices that heads, feed-forward and vocabulary are split over
     expert_ways: int = 1  # devices that experts are split over; config.experts counts all
+    expert_axes: tuple[str, ...] = ("expert",)  # of the mesh, over which they are
     stages: int = 1  # of a pipeline, each with some of the layers
     real_query_heads: int | None = None  # of all devices, without those that fill up; None: all
 
@@ -157,8 +170,8 @@ class ModelConfig:
 
     @property
     def expert(self) -> Axis:
-        """The mesh axis of the devices that have the other experts."""
-        return Axis(("expert",), self.expert_ways) if self.expert_ways > 1 else ALONE
+        """The mesh axes of the devices that have the other experts."""
+        return Axis(self.expert_axes, self.expert_ways) if self.expert_ways > 1 else ALONE
 
     @property
     def rope_width(self) -> int:

@@ -29,6 +29,7 @@ class LayerData(NamedTuple):
     rope: Any
     group: Any
     place: Any
+    number: Any  # of the layer in the model
 
 
 class Heads(NamedTuple):
@@ -58,7 +59,8 @@ def layer_data(config: ModelConfig, groups: Any = None, places: Any = None) -> L
     """Returns the data of all layers, each field int32 [L]; no groups means no pages."""
     zeros = (0,) * config.num_layers
     windows = [NO_WINDOW if window is None else window for window in config.windows]
-    rows = (windows, config.rope_of_layer, groups or zeros, places or zeros)
+    numbers = range(config.num_layers)
+    rows = (windows, config.rope_of_layer, groups or zeros, places or zeros, numbers)
     return LayerData(*(np.array(row, np.int32) for row in rows))
 
 
@@ -184,8 +186,11 @@ def einsum(formula: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnames=("config", "expand"))
 def after_attention(
     x_TD: jax.Array, out_TNY: jax.Array, valid_T: jax.Array, p: Params, config: ModelConfig, expand
-) -> jax.Array:
-    """Returns x_TD with attention's output and the feed-forward's added."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns x_TD with attention's output and the feed-forward's added.
+
+    And of experts in slots, how many tokens chose each.
+    """
     if config.latent is not None and not expand:
         out = einsum("tnr,nvr->tnv", out_TNY, p["v_up"])
     else:
@@ -195,34 +200,58 @@ def after_attention(
         h_TD = rms_norm(h_TD, p["post_attention_norm"], config.norm_eps)
     x_TD = x_TD + h_TD
     h_TD = rms_norm(x_TD, p["mlp_norm"], config.norm_eps) if config.pre_norms else x_TD
+    count_E = None
     if config.experts is not None and "router" in p:
-        h_TD = expert_mlp(h_TD, valid_T, p, config.experts, config.tensor, config.expert)
+        h_TD, count_E = expert_mlp(h_TD, valid_T, p, config.experts, config.tensor, config.expert)
     else:
         h_TD = gated_mlp(h_TD, p, config.activation, config.tensor)
     if config.post_norms:
         h_TD = rms_norm(h_TD, p["post_mlp_norm"], config.norm_eps)
-    return x_TD + h_TD
+    return x_TD + h_TD, count_E
 
 
 def decoder_layer(
     x_TD, p: Params, layer: LayerData, config: ModelConfig, ropes, valid_T, attend, cache, expand
 ):
-    """Returns (x_TD, cache) after one layer."""
+    """Returns (x_TD, cache, tokens by expert or None) after one layer."""
     cos_TX, sin_TX = ropes[0][layer.rope], ropes[1][layer.rope]
     heads = before_attention(x_TD, p, config, cos_TX, sin_TX, expand)
     cache, out_TNY = attend(cache, layer, heads)
-    return after_attention(x_TD, out_TNY, valid_T, p, config, expand), cache
+    x_TD, count_E = after_attention(x_TD, out_TNY, valid_T, p, config, expand)
+    return x_TD, cache, count_E
 
 
 def layer_function(config: ModelConfig, tokens: Tokens, attend: Attend):
-    """Returns what a layer does: ((x_TD, cache), parameters, LayerData) -> (x_TD, cache)."""
+    """Returns what a layer does: ((x_TD, cache), parameters, LayerData) -> (x_TD, cache).
+
+    Of experts in slots the cache is (cache, load_LE), what tokens chose being added to the load.
+    """
+    if config.experts is not None and config.experts.slots:
+        return counting(config, tokens, attend)
     ropes = rope_tables(config.ropes, config.rope_width, tokens.position_T, tokens.length_T)
 
     def one(carry, p, layer):
         x_TD, cache = carry
-        return decoder_layer(
+        x_TD, cache, _ = decoder_layer(
             x_TD, p, layer, config, ropes, tokens.valid_T, attend, cache, expand=False
         )
+        return x_TD, cache
+
+    return one
+
+
+def counting(config: ModelConfig, tokens: Tokens, attend: Attend):
+    """Returns `layer_function` of experts in slots."""
+    ropes = rope_tables(config.ropes, config.rope_width, tokens.position_T, tokens.length_T)
+
+    def one(carry, p, layer):
+        x_TD, (cache, load_LE) = carry
+        x_TD, cache, count_E = decoder_layer(
+            x_TD, p, layer, config, ropes, tokens.valid_T, attend, cache, expand=False
+        )
+        if count_E is not None:
+            load_LE = load_LE.at[layer.number].add(count_E)
+        return x_TD, (cache, load_LE)
 
     return one
 

@@ -77,7 +77,9 @@ def forward(
 
     def one(carry, p, layer):
         x_TD, hidden_LTD, index = carry
-        x_TD, _ = decoder_layer(x_TD, p, layer, config, ropes, valid_T, attend, None, expand=True)
+        x_TD, _, _ = decoder_layer(
+            x_TD, p, layer, config, ropes, valid_T, attend, None, expand=True
+        )
         return x_TD, hidden_LTD.at[index].set(x_TD), index + 1
 
     carry = (x_TD, hidden_LTD, jnp.int32(1))

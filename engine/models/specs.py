@@ -12,6 +12,7 @@ from engine.models.config import Experts, Latent, ModelConfig
 from sharding import Spec
 
 F32 = np.dtype(np.float32)  # of norms, and of what routing depends on
+I32 = np.dtype(np.int32)
 
 
 def layer_specs(config: ModelConfig, dtype: np.dtype, layer: int = 0) -> dict[str, Spec]:
@@ -98,21 +99,24 @@ def gated_specs(prefix: str, ffn: int, width: int, dtype: np.dtype) -> dict[str,
 
 def expert_specs(config: ModelConfig, experts: Experts, dtype: np.dtype) -> dict[str, Spec]:
     """Returns the parameters of a feed-forward of experts."""
-    D, E, F = config.width, experts.count, experts.width
+    D, E, S, F = config.width, experts.count, experts.places, experts.width
     specs = {
         "router": Spec((E, D), (None, "width"), dtype),
-        "experts_gate": Spec((E, D, F), ("experts", "width", "ffn"), dtype),
-        "experts_up": Spec((E, D, F), ("experts", "width", "ffn"), dtype),
-        "experts_down": Spec((E, F, D), ("experts", "ffn", "width"), dtype),
+        "experts_gate": Spec((S, D, F), ("experts", "width", "expert_ffn"), dtype),
+        "experts_up": Spec((S, D, F), ("experts", "width", "expert_ffn"), dtype),
+        "experts_down": Spec((S, F, D), ("experts", "expert_ffn", "width"), dtype),
     }
+    if experts.slots:
+        specs["expert_slots"] = Spec((E, experts.most_copies), (None, None), I32)
+        specs["expert_copies"] = Spec((E,), (None,), I32)
     if experts.router_bias:
         specs["router_bias"] = Spec((E,), (None,), F32)
     if experts.correction:
         specs["router_correction"] = Spec((E,), (None,), F32)
     if experts.biases:
-        bias = Spec((E, F), ("experts", "ffn"), dtype)
+        bias = Spec((S, F), ("experts", "expert_ffn"), dtype)
         specs |= {"experts_gate_bias": bias, "experts_up_bias": bias}
-        specs["experts_down_bias"] = Spec((E, D), ("experts", "width"), dtype)
+        specs["experts_down_bias"] = Spec((S, D), ("experts", "width"), dtype)
     if experts.shared_width:
         specs |= gated_specs("shared_", experts.shared_width, D, dtype)
     if experts.shared_gate:

@@ -19,10 +19,11 @@ from sharding import Spec
 Transform = Callable[[np.ndarray], np.ndarray]
 
 
-def split_config(config: ModelConfig, ways: int) -> ModelConfig:
+def split_config(config: ModelConfig, ways: int, expert_ffn_ways: int | None = None) -> ModelConfig:
     """Returns `config` with sizes that `ways` divides, all devices' parts together.
 
-    Raises ValueError where KV heads neither divide nor are divided by the ways.
+    `expert_ffn_ways`: those that an expert's units are split over, if not `ways`. Raises ValueError
+    where KV heads neither divide nor are divided by the ways.
     """
     if ways == 1:
         return config
@@ -32,7 +33,7 @@ def split_config(config: ModelConfig, ways: int) -> ModelConfig:
     if experts is not None:
         experts = dataclasses.replace(
             experts,
-            width=filled(experts.width, ways),
+            width=filled(experts.width, expert_ffn_ways or ways),
             shared_width=filled(experts.shared_width, ways),
         )
     return dataclasses.replace(
@@ -64,31 +65,48 @@ def kv_copies(config: ModelConfig, ways: int) -> int:
     return max(1, ways // heads)
 
 
+def with_slots(config: ModelConfig, redundant: int) -> ModelConfig:
+    """Returns `config` with places for experts and so many copies; ValueError without any."""
+    if config.experts is None:
+        raise ValueError(f"a {config.family} has no experts to copy or to place anew")
+    experts = dataclasses.replace(config.experts, slots=config.experts.count + redundant)
+    return dataclasses.replace(config, experts=experts)
+
+
 def filled(length: int, ways: int) -> int:
     """Returns `length`, or the next that `ways` divides."""
     return -(-length // ways) * ways
 
 
 def device_config(
-    config: ModelConfig, ways: int, expert_ways: int = 1, stages: int = 1
+    config: ModelConfig,
+    ways: int,
+    expert_ways: int = 1,
+    stages: int = 1,
+    expert_axes: tuple[str, ...] = ("expert",),
 ) -> ModelConfig:
     """Returns one device's part of a config that `split_config` made.
 
-    Raises ValueError where experts cannot be shared out evenly.
+    `expert_axes`: the mesh axes that experts are shared out over, of `expert_ways` together. Raises
+    ValueError where they cannot be shared out evenly.
     """
     experts = config.experts
-    if expert_ways > 1 and (experts is None or experts.count % expert_ways):
+    if expert_ways > 1 and (experts is None or experts.places % expert_ways):
+        what = "no experts"
+        if experts is not None:
+            what = f"{experts.places} {'slots of experts' if experts.slots else 'experts'}"
         raise ValueError(
-            f"expert={expert_ways} does not divide {experts.count if experts else 'no'} experts; "
-            "use a size that does"
+            f"{' x '.join(expert_axes)}={expert_ways} does not divide {what}; use a size that does"
         )
-    config = dataclasses.replace(config, expert_ways=expert_ways, stages=stages)
+    config = dataclasses.replace(
+        config, expert_ways=expert_ways, expert_axes=expert_axes, stages=stages
+    )
     if ways == 1:
         return config
     if experts is not None:
-        experts = dataclasses.replace(
-            experts, width=experts.width // ways, shared_width=experts.shared_width // ways
-        )
+        width = experts.width if "tensor" in expert_axes else experts.width // ways
+        shared = experts.shared_width // ways
+        experts = dataclasses.replace(experts, width=width, shared_width=shared)
     return dataclasses.replace(
         config,
         query_heads=config.query_heads // ways,
@@ -157,6 +175,16 @@ def after(first: Transform | None, second: Transform | None) -> Transform | None
     if first is None or second is None:
         return first or second
     return Chain(first, second)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Takes the entries of the first axis at some places, in this order."""
+
+    places: tuple[int, ...]
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        return array[list(self.places)]
 
 
 def arrangement(spec: Spec, stored: Spec, config: ModelConfig, ways: int) -> Transform | None:

@@ -75,7 +75,7 @@ def bytes_a_step(llm: LLM, count: int) -> float:
 
     The KV is that of the workload's mean context. Of an untied embedding a step reads a few rows.
     """
-    config, params = llm.model_config, llm.engine.params
+    config, params = llm.model_config, llm.engine.worker.params
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tied_embeddings:
         weights -= params["embedding"].nbytes

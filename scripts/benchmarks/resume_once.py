@@ -28,7 +28,7 @@ def next_turn(asked: dict[str, Any]) -> dict[str, Any]:
     """
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     llm = LLM(asked["model"], **asked["options"])
-    llm.engine.programs.wait()
+    llm.engine.worker.programs.wait()
     figures = {}
     # Nobody else has the salts: the first prompt, which warms up, and the last are computed whole.
     for name, salt in (("warm", "warm"), ("with", None), ("without", "without")):

@@ -32,6 +32,7 @@ from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.state import empty_state
 from engine.step import Hidden
+from engine.worker import Worker
 from scripts.benchmarks.report import Chart, Table, shown
 from scripts.benchmarks.rounds import Figures, Run, medians, quiet_rounds
 from scripts.benchmarks.settings import Settings
@@ -187,16 +188,18 @@ def make_bench(config: Any, tokenizer: Tokenizer | None, rows: int) -> Bench:
         )
 
     engine = Engine(
-        programs=stand_ins,  # type: ignore[arg-type]  # what the engine asks of them, they have
+        worker=Worker(
+            stand_ins,  # type: ignore[arg-type]  # what the engine asks of them, they have
+            params,
+            config,
+            [Mover(stand_ins, None, None)],
+        ),
         store=None,  # type: ignore[arg-type]  # only `stats` asks it
-        params=params,
-        model_config=config,
         make_schedulers=lambda: [make_scheduler()],
         ladder=ladder,
         shape=shape,
         tokenizer=tokenizer,
         overlap=True,
-        movers=[Mover(stand_ins, None, None)],
     )
     new_state = stand_ins["start"]
     return Bench(engine, clock, stand_ins, params, hidden, new_state, shape, ladder)

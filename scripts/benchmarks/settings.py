@@ -60,7 +60,7 @@ class Settings:
         """
         with usage_errors():
             llm = LLM(self.model, **{"prefix_cache": False} | options | self.options)
-        llm.engine.programs.wait()
+        llm.engine.worker.programs.wait()
         return llm
 
     def load_rows(self, rows: int, **options: Any) -> LLM:

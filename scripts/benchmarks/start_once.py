@@ -37,7 +37,7 @@ def main() -> None:
     llm.generate([[0] * min(16, llm.max_model_len - 1)], params)
     first = time.monotonic()
     phases["first token"] = first - ready
-    llm.engine.programs.wait()
+    llm.engine.worker.programs.wait()
     stats = llm.engine.stats()
     figures = {
         "ready_s": ready - asked["spawned_s"],

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 
 import checkpoints
 from checkpoints.buffers import ALIGNMENT, aligned_empty, read_array
-from checkpoints.load import Source, Target, load_parameters
+from checkpoints.load import load_parameters
+from checkpoints.sources import Source, Target
 from tests.checkpoints.gguf_files import write_gguf
 
 MAPS = pathlib.Path("/proc/self/maps")

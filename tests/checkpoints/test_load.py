@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import checkpoints
-from checkpoints.load import Source, Target, load_parameters, warn_of_unused
+from checkpoints.load import load_parameters, warn_of_unused
+from checkpoints.sources import Source, Target
 from tests.checkpoints.gguf_files import write_gguf
 
 LAYERS = 3

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import checkpoints
-from checkpoints.load import Source, Target, load_parameters, warn_of_unused
+from checkpoints.load import load_parameters, warn_of_unused
+from checkpoints.sources import Source, Target
 
 RNG = np.random.default_rng(0)
 CODES = RNG.integers(0, 120, (40, 24), dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)

@@ -45,6 +45,9 @@ class Memory:
     def read(self, name):
         return self.arrays[name].copy()
 
+    def read_part(self, name, index):
+        return self.read(name)[index]
+
     def tokenizer(self):
         if self.backend is None:
             return None

@@ -26,6 +26,7 @@ from engine.pages import PagePool
 from engine.plan import Plan
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.worker import Worker
 from sharding import RULES, make_mesh
 from tests.fixtures import (
     byte_tokenizer,
@@ -123,17 +124,16 @@ def engine_on(
 
     cfg = built.factory.cfg
     [places] = page_places(cfg.mesh, cfg.rules, built.factory.slot())
+    worker = built.engine.worker
+    movers = [Mover(worker.programs, None, places)]
     return Engine(
-        programs=built.engine.programs,
+        worker=Worker(worker.programs, worker.params, llm.model_config, movers),
         store=built.store,
-        params=built.engine.params,
-        model_config=llm.model_config,
         make_schedulers=lambda: [make_scheduler()],
         ladder=ladder,
         shape=shape,
         tokenizer=llm.tokenizer,
         overlap=overlap,
-        movers=[Mover(built.engine.programs, None, places)],
     )
 
 
@@ -185,7 +185,7 @@ class Oracle:
         """Returns float32 [len(token_ids), V]; later padding cannot be seen."""
         padded = np.zeros(self.length, np.int32)
         padded[: len(token_ids)] = token_ids
-        logits, _ = forward_jit(self.llm.engine.params, self.llm.model_config, padded)
+        logits, _ = forward_jit(self.llm.engine.worker.params, self.llm.model_config, padded)
         return np.asarray(logits)[: len(token_ids)]
 
     def logprobs(self, token_ids: tuple[int, ...]) -> np.ndarray:
@@ -231,15 +231,15 @@ class Script:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.width = llm.engine.params["head"].shape[1]
+        self.width = llm.engine.worker.params["head"].shape[1]
 
     def show(self, table) -> None:
         """Makes the logits after token t the row t of `table`."""
         head = np.zeros((len(table), self.width), np.float32)
         head[:, : len(table)] = np.asarray(table, np.float64).T * np.sqrt(1 / self.width + 1e-5)
-        params = self.llm.engine.params
+        params = self.llm.engine.worker.params
         params = {**params, "head": jax.numpy.asarray(head, params["head"].dtype)}
-        self.llm.engine.params = self.llm.built.engine.params = params
+        self.llm.engine.worker.params = params
 
     def say(self, ids, then=2) -> None:
         """Makes it say `ids` after any prompt that is not among them, and then `then` for ever."""

@@ -143,12 +143,12 @@ def test_clearing_gives_the_hosts_memory_back(tmp_path):
         llm.generate([PROMPT], greedy(2))
         llm.engine.scheduler.cache.kept.make_room(llm.built.factory.num_pages - 1)
         llm.generate([[5]], greedy(2))
-        assert llm.engine._movers[0]._slots
+        assert llm.engine.worker.movers[0]._slots
         stats = llm.cache.stats()
         page_bytes = llm.built.factory.cfg.layout.page_bytes
         assert stats["host_in_bytes"] == stats["host_in_pages"] * page_bytes > 0
         llm.cache.clear()
-        assert not llm.engine._movers[0]._slots and llm.cache.stats()["nodes"] == 0
+        assert not llm.engine.worker.movers[0]._slots and llm.cache.stats()["nodes"] == 0
         assert said(llm.generate([PROMPT], greedy(2))) == [plain("llama", PROMPT, 2)]
 
 

@@ -358,7 +358,7 @@ def test_a_step_that_fails_loses_no_request(tiny, monkeypatch, fault, place):
 
             monkeypatch.setattr(Scheduler, "update", update)
         else:
-            programs = engine.programs
+            programs = engine.worker.programs
 
             class Faulty(dict):
                 seconds = programs.seconds
@@ -369,7 +369,7 @@ def test_a_step_that_fails_loses_no_request(tiny, monkeypatch, fault, place):
                         return programs[key]
                     return lambda *arguments: failing(*arguments, real=programs[key])
 
-            engine.programs = Faulty()
+            engine.worker.programs = Faulty()
         requests = [request_of(tiny, prompt, params) for prompt, params in jobs]
         for request in requests:
             engine.add_request(request)
@@ -498,7 +498,7 @@ def test_nothing_compiles_after_warm_up_nor_at_a_second_start(tiny):
         assert tiny.engine.stats()["programs_compiled"] > 0
         assert compiled == []
         again = LLM(str(tiny.config.model), **tiny_options(tiny))
-        again.engine.programs.wait()
+        again.engine.worker.programs.wait()
         stats = again.engine.stats()
         assert stats["programs_compiled"] == 0 and stats["programs_loaded"] == stats["programs"]
         assert token_ids(again.generate(prompts[:3], greedy(5))) == token_ids(

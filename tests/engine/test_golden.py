@@ -54,7 +54,7 @@ def tiny_golden(request, own_cache):
     keys = [*llm.built.ladder.bodies[:2], *heads[-2:]]
     forwards = [functools.partial(llm.forward, case["ids"]) for case in figures["cases"]]
     make_together(
-        [*forwards, *(functools.partial(llm.engine.programs.__getitem__, k) for k in keys)]
+        [*forwards, *(functools.partial(llm.engine.worker.programs.__getitem__, k) for k in keys)]
     )
     return llm, figures
 
@@ -73,7 +73,7 @@ def test_hidden_states_are_every_layers(own_cache):
     golden_llama = golden("llama")
     ids = TINY["llama"]["cases"][0]["ids"]
     logits, hidden = golden_llama.forward(ids, hidden_states=True)
-    config, params = golden_llama.model_config, golden_llama.engine.params
+    config, params = golden_llama.model_config, golden_llama.engine.worker.params
     assert hidden.shape == (config.num_layers + 1, len(ids), config.width)
     np.testing.assert_array_equal(hidden[0], np.asarray(params["embedding"])[ids])
     last = hidden[-1].astype(np.float64)

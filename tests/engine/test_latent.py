@@ -81,10 +81,10 @@ def test_absorbed_weights_equal_the_expanded_form(own_cache, arch):
             if not expand:
                 assert heads.v_TKY is None and heads.k_TKH.shape[1] == 1
                 heads = heads._replace(v_TKY=heads.k_TKH[..., : config.latent.rank])
-            layer = LayerData(window=NO_WINDOW, rope=0, group=0, place=0)
+            layer = LayerData(window=NO_WINDOW, rope=0, group=0, place=0, number=0)
             _, out_TNY = dense_attend(config, None)(None, layer, heads)
             valid_T = jnp.ones(TOKENS, bool)
-            out_TD = after_attention(x_TD, out_TNY, valid_T, params, config, expand) - x_TD
+            out_TD = after_attention(x_TD, out_TNY, valid_T, params, config, expand)[0] - x_TD
             np.testing.assert_allclose(out_TD, expected, atol=1e-4 * np.abs(expected).max())
 
 
@@ -94,7 +94,7 @@ def test_cells_hold_the_latent_and_the_shared_key(own_cache, arch):
     config, layout = llm.model_config, llm.built.factory.cfg.layout
     numbers = config.latent.rank + config.latent.rope_width
     pages = llm.built.factory.num_pages
-    pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.state.pool))
+    pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.worker.state.pool))
     assert pool_bytes == pages * layout.page_size * config.num_layers * numbers * 4
     half = kv_layout(config, 16, np.dtype(jnp.bfloat16))
     pool = empty_pool(half, 5, stacked=True)

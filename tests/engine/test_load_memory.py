@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from checkpoints.orbax_writer import write_orbax
 from engine.export import Export
 from engine.loading import open_model
+from scripts.launch import free_port
 from tests.fixtures import llama_config, llama_shapes
 
 KINDS = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -95,3 +96,45 @@ def test_a_gguf_file_of_half_a_billion(users_model, dtype):
     """Q4_K and others; the head is not tied, so 630 million parameters."""
     peak, parameters = peak_and_parameters(users_model("qwen2.5-coder-0.5b"), dtype)
     assert peak < 1.15 * parameters + 0.5e9
+
+
+PART = """
+import json, pathlib, sys
+import jax, numpy as np
+from sharding.launch import join
+
+coordinator, process, path = sys.argv[1:]
+join(coordinator, 2, int(process), start_timeout_s=60)
+
+from engine.loading import load_model, open_model
+from sharding import RULES, make_mesh
+
+mesh = make_mesh(jax.devices(), tensor=2)
+model = open_model(pathlib.Path(path))
+params = load_model(model, mesh, RULES, np.dtype(np.float32), stacked=False)
+status = pathlib.Path("/proc/self/status").read_text()
+peak = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+leaves = jax.tree.leaves(params)
+own = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+print(json.dumps([int(peak) * 1024, own, sum(leaf.nbytes for leaf in leaves)]))
+"""
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_holds_its_own_half(tmp_path):
+    """From Orbax: its peak goes by what it has, not by what there is."""
+    model = open_model(write_half_billion(tmp_path, KINDS["bfloat16"]))
+    write_orbax(Export(model, np.dtype(KINDS["bfloat16"])), tmp_path / "orbax")
+    coordinator = f"127.0.0.1:{free_port()}"
+    arguments = [[coordinator, str(process), str(tmp_path / "orbax")] for process in range(2)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", PART, *each], cwd=ROOT, stdout=subprocess.PIPE)
+        for each in arguments
+    ]
+    for process in started:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        peak, own, whole = json.loads(out)
+        print(f"peak {peak / 1e9:.2f} GB, own {own / 1e9:.2f} GB of {whole / 1e9:.2f} GB")
+        assert own < 0.51 * whole
+        assert peak < 1.15 * own + 0.5e9

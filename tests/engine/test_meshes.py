@@ -103,6 +103,9 @@ CASES = [
     slow("qwen3_moe", "expert=8", {}),
     ("deepseek_v3", "expert=8", {}),
     slow("deepseek_v3", "data=2,expert=4", {}),
+    ("mixtral", "data=2,tensor=2", {"expert_parallel": True}),
+    slow("gpt_oss", "expert=2,tensor=2", {"expert_parallel": True}),
+    some_slow("deepseek_v3", "data=2,tensor=4", {"expert_parallel": True}),
     slow("deepseek_v3", "sequence=4", {}),
     ("gpt_oss", "sequence=4,tensor=2", {"ring_layout": "zig-zag"}),
     *(slow("llama", f"sequence={ways}", {}) for ways in (2, 4)),
@@ -136,7 +139,7 @@ def test_a_mesh_says_what_one_device_says(arch, mesh, options):
         part.cache.check()
         assert part.stats()["steps"] > 0
     if "sequence" in mesh:
-        rings = [key for key in llm.engine.programs._ready if "ring" in str(key)]
+        rings = [key for key in llm.engine.worker.programs._ready if "ring" in str(key)]
         assert rings, "no piece was shared out"
 
 
@@ -292,7 +295,7 @@ COLLECTIVE = re.compile(
 
 def collectives(llm, key):
     """Returns [(kind, elements)] of a program's code."""
-    text = llm.engine.programs[key].as_text()
+    text = llm.engine.worker.programs[key].as_text()
     return [
         (kind, int(np.prod([int(n) for n in dims.split(",") if n] or [1])))
         for _, dims, kind in COLLECTIVE.findall(text)
@@ -320,7 +323,7 @@ def test_expert_parallel_layers_exchange_twice():
 
 def test_donated_pages_are_not_copied_on_a_mesh():
     llm = open_mesh("llama", "data=2,tensor=4")
-    memory = llm.engine.programs[(Group("decode", ROWS, 1),)].memory_analysis()
+    memory = llm.engine.worker.programs[(Group("decode", ROWS, 1),)].memory_analysis()
     factory = llm.built.factory
     assert memory.alias_size_in_bytes >= factory.num_pages * factory.cfg.layout.page_bytes
 

@@ -44,12 +44,12 @@ def test_a_mask_that_forbids_everything_ends_it(script):
 @pytest.fixture
 def broken(tiny):
     """TINY, whose token 13 has an embedding that is not finite."""
-    params = tiny.engine.params
+    params = tiny.engine.worker.params
     embedding = np.asarray(params["embedding"]).copy()
     embedding[13, 5] = np.nan
-    tiny.engine.params = tiny.built.engine.params = {**params, "embedding": embedding}
+    tiny.engine.worker.params = {**params, "embedding": embedding}
     yield tiny
-    tiny.engine.params = tiny.built.engine.params = params
+    tiny.engine.worker.params = params
 
 
 def test_a_bad_prompt_token_ends_its_request_and_leaves_its_pages_clean(broken, tiny):

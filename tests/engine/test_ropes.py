@@ -43,7 +43,7 @@ def test_each_request_has_the_rope_of_its_final_length(own_cache, tmp_path, name
         padded = np.zeros(128, np.int32)
         padded[: length - 1] = [*prompt, *said][:-1]
         logits, _ = forward_jit(
-            llm.engine.params, llm.model_config, jnp.asarray(padded), length=np.int32(length)
+            llm.engine.worker.params, llm.model_config, jnp.asarray(padded), length=np.int32(length)
         )
         logits = np.asarray(logits, np.float64)
         logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

@@ -89,7 +89,7 @@ def test_hidden_states_are_the_plain_passes(tiny):
 
     for prompt, got in zip(prompts, states, strict=True):
         _, hidden = tiny.forward(prompt, hidden_states=True)
-        want = np.asarray(final_norm(tiny.engine.params, tiny.model_config, hidden[-1]))
+        want = np.asarray(final_norm(tiny.engine.worker.params, tiny.model_config, hidden[-1]))
         assert got.dtype == np.float32 and got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=1e-3)
     mean = tiny.embed(prompts)

@@ -130,7 +130,7 @@ def test_windows_take_less_than_half_of_the_memory_of_full_pages(users_model):
     assert most * 3 * page <= 0.45 * full
     print(f"held at most {most} pages, {most * 3 * page / full:.1%} of what full pages take")
     whole = np.array(ids + output.outputs[0].token_ids[:-1], np.int32)
-    last = np.asarray(plain_logits(llm.engine.params, llm.model_config, whole, 16))
+    last = np.asarray(plain_logits(llm.engine.worker.params, llm.model_config, whole, 16))
     margins = np.diff(np.sort(last, axis=-1)[:, -2:], axis=-1)[:, 0]
     sure = int(np.argmax(margins < 0.02)) if (margins < 0.02).any() else 16
     assert sure > 0

@@ -21,8 +21,8 @@ def test_the_plan_is_that_of_the_engine(own_cache, tmp_path):
     assert f"{layout.page_bytes} bytes a page" in text
     assert "64 rows; steps of up to 64 tokens, 4 pieces of prompts of up to 32 tokens" in text
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("program  ")) + 1 :]
-    assert len(table) == len(llm.engine.programs)
-    names = {llm.engine.programs.name(key) for key in llm.engine.programs}
+    assert len(table) == len(llm.engine.worker.programs)
+    names = {llm.engine.worker.programs.name(key) for key in llm.engine.worker.programs}
     assert {line[:32].strip() for line in table} == names
     assert all(line.split()[-4] != "-" for line in table), "each has the seconds it took"
 
