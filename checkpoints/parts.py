@@ -16,10 +16,11 @@ Index = tuple[slice, ...]
 def load_parts(checkpoint: Checkpoint, source: Source, target: Target) -> jax.Array:
     """Returns a parameter, the parts of this process's devices read one by one.
 
-    A tensor that has a transform is read whole for each: one layer's, or one expert's.
+    A tensor that has a transform is read whole: one layer's, or one expert's.
     """
     assert target.sharding is not None, "it says which parts"
     parts: dict[Any, np.ndarray] = {}
+    last: dict[str, np.ndarray] = {}
 
     def part(given: Index | None) -> np.ndarray:
         assert given is not None, "it is asked for a part"
@@ -28,28 +29,43 @@ def load_parts(checkpoint: Checkpoint, source: Source, target: Target) -> jax.Ar
         )
         key = tuple((cut.start, cut.stop) for cut in index)
         if key not in parts:  # several devices may have the same
-            parts[key] = read_part(checkpoint, source, target, index)
+            parts[key] = read_part(checkpoint, source, target, index, last)
         return parts[key]
 
     return jax.make_array_from_callback(target.shape, target.sharding, part)
 
 
-def read_part(checkpoint: Checkpoint, source: Source, target: Target, index: Index) -> np.ndarray:
-    """Returns target[index] of a parameter on the host, in memory of its own."""
+def read_part(
+    checkpoint: Checkpoint,
+    source: Source,
+    target: Target,
+    index: Index,
+    last: dict[str, np.ndarray] | None = None,
+) -> np.ndarray:
+    """Returns target[index] of a parameter on the host, in memory of its own.
+
+    `last`: the tensor that was last read whole, as its source has it, by name.
+    """
+    last = {} if last is None else last
     array = aligned_empty(tuple(cut.stop - cut.start for cut in index), target.dtype)
     stacked = np.array(source.names, object).reshape(target.shape[: source.stack])
     names = np.atleast_1d(stacked[index[: source.stack]]).reshape(-1)
     inner = index[source.stack :]
     places = array.reshape(len(names), *array.shape[source.stack :])
     for place, name in zip(places, names, strict=True):
-        place[...] = 0 if name == NO_TENSOR else read_cut(checkpoint, source, name, inner)
+        place[...] = 0 if name == NO_TENSOR else read_cut(checkpoint, source, name, inner, last)
     return array
 
 
-def read_cut(checkpoint: Checkpoint, source: Source, name: str, index: Index) -> np.ndarray:
+def read_cut(
+    checkpoint: Checkpoint, source: Source, name: str, index: Index, last: dict[str, np.ndarray]
+) -> np.ndarray:
     """Returns what a source takes of a tensor, at `index` of that."""
     if source.transform is not None:
-        return part_of(checkpoint.read(name), source)[index]
+        if name not in last:
+            last.clear()
+            last[name] = part_of(checkpoint.read(name), source)
+        return last[name][index]
     if source.rows is not None:
         first = source.rows[0]
         index = (slice(index[0].start + first, index[0].stop + first), *index[1:])

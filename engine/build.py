@@ -119,11 +119,14 @@ def build_engine(config: EngineConfig) -> Built:
     rules = EXPERT_PARALLEL if config.expert_parallel else RULES
     if config.expert_parallel and model.config.experts is None:
         raise ValueError(f"expert_parallel is of experts, which a {model.config.family} has not")
+    if config.expert_parallel and rules.ways(mesh, "experts") == 1:
+        raise ValueError("expert_parallel needs a mesh with data, expert or tensor; leave it out")
     if config.num_redundant_experts or config.rebalance_interval:
         check_experts(config, mesh, rules)
-        model = dataclasses.replace(
-            model, config=with_slots(model.config, config.num_redundant_experts)
-        )
+        counts = config.rebalance_interval > 0
+        slots = with_slots(model.config, config.num_redundant_experts, counts=counts)
+        check_copies(config, model.config, rules.ways(mesh, "experts"))
+        model = dataclasses.replace(model, config=slots)
     ways = mesh.shape["tensor"]
     split = split_config(model.config, ways, rules.ways(mesh, "expert_ffn"))
     stages, axes = mesh.shape["pipe"], rules.mesh_axes("experts")
@@ -173,7 +176,7 @@ def build_engine(config: EngineConfig) -> Built:
         num_pages = min(int(pages) for pages in channel.agree("pages", str(num_pages)))
     factory = factory_of(num_pages)
     check_pages(config, factory)
-    lower = tier_sizes(config, device_tree_bytes(factory.slot()) * mesh.size)
+    lower = tier_sizes(config, device_tree_bytes(factory.slot()) * mesh.size, group.size)
     if config.disk_cache_dir is not None:
         for path in disk_folders(Path(config.disk_cache_dir), rules.ways(mesh, "rows")):
             make_disk_folder(path, store.resolve(config.model))
@@ -282,8 +285,11 @@ def build_engine(config: EngineConfig) -> Built:
 LOWER_POOLS = (lambda pages, groups: PagePool(pages, 1, groups), FilePool)
 
 
-def tier_sizes(config: EngineConfig, page_bytes: int) -> list[int]:
-    """Returns the pages of the tiers below the device that there are; ValueError if none fits."""
+def tier_sizes(config: EngineConfig, page_bytes: int, processes: int = 1) -> list[int]:
+    """Returns the pages of the tiers below the device that there are; ValueError if none fits.
+
+    The host's are those of so many processes together, which have equal shares of each page.
+    """
     sizes = []
     wanted = {"host_cache_gb": config.host_cache_gb}
     if config.disk_cache_dir is not None:
@@ -298,10 +304,11 @@ def tier_sizes(config: EngineConfig, page_bytes: int) -> list[int]:
             )
         sizes.append(pages)
     free = available_bytes()
-    if sizes and sizes[0] * page_bytes > free:
+    if sizes and sizes[0] * page_bytes // processes > free:
+        of = f" for a share of {processes}" if processes > 1 else ""
         raise ValueError(
             f"host_cache_gb={config.host_cache_gb} is more than the {free / 1e9:.2f} GB that are "
-            "free; use less"
+            f"free{of}; use less"
         )
     return sizes
 
@@ -378,6 +385,16 @@ def check_experts(config: EngineConfig, mesh: Mesh, rules: Rules) -> None:
         raise ValueError(f"{asked} does not go with stages; leave pipe out of the mesh")
     if config.deterministic and config.rebalance_interval:
         raise ValueError("rebalance_interval does not go with deterministic=True; leave one out")
+
+
+def check_copies(config: EngineConfig, model: ModelConfig, ways: int) -> None:
+    """Raises ValueError for more copies than one of each expert on each device."""
+    most = model.experts.count * (ways - 1) if model.experts is not None else 0
+    if config.num_redundant_experts > most:
+        raise ValueError(
+            f"num_redundant_experts={config.num_redundant_experts} is more than a copy of each "
+            f"expert on each of {ways} devices; use at most {most}"
+        )
 
 
 def make_balancer(

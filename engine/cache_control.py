@@ -28,7 +28,7 @@ class CacheControl:
     def _check_is_kept(self) -> None:
         if not self._engine.keeps:
             raise ValueError("the engine keeps nothing; start it with prefix_cache=True")
-        if self._engine.worker.others is not None:
+        if self._engine.is_shared:
             raise ValueError("pages go to and from files in an engine of one process only")
 
     def clear(self) -> None:

@@ -26,7 +26,7 @@ from engine.expert_places import Placement
 from engine.moves import Move
 from engine.program_store import source_fingerprint
 from engine.worker import Made, Work, Worker
-from sharding.processes import Channel, LostProcess, differences
+from sharding.processes import Channel, LostProcess, differences, tell_failure
 
 _AHEAD = 2  # steps that one who follows has dispatched and not seen the end of
 _SAMPLE = 4  # tensors of a checkpoint whose numbers are compared
@@ -88,19 +88,22 @@ class Leader:
 
     def tell(self, kind: str, work: Work | None = None) -> None:
         """Sends a message; raises LostProcess when it cannot be sent."""
+        if self._has_ended:
+            raise RuntimeError("the engine is closed; make another")
         self._channel.send(encode(kind, work))
 
     def end(self) -> None:
         """Has the others end; once."""
         if not self._has_ended:
-            self.give_up()
-            self.tell("end")
-            self._channel.close()
+            self._has_ended = True
+            atexit.unregister(self.end)
+            self._channel.end(encode("end", None))
 
-    def give_up(self) -> None:
-        """Says no more: the others find out by themselves that something failed."""
+    def give_up(self, reason: str) -> None:
+        """Has all other processes end with a reason, where they next wait."""
         self._has_ended = True
         atexit.unregister(self.end)
+        tell_failure(reason)
 
 
 def follow(worker: Worker, channel: Channel) -> None:

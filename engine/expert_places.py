@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from engine.expert_balance import balance
@@ -31,13 +30,14 @@ class Tables(NamedTuple):
 class Placement(NamedTuple):
     """What brings a layer's experts to other slots.
 
-    segment, layer: which. send_PPR: of device p's slots, those that go to device q, round by
-    round; take_PPR: into which of its slots device q puts what came from p. Beyond the slots:
-    nothing. rounds: that there are.
+    segment, layer: which. stay_PR: which of its own slots each slot of a device is filled from.
+    send_PPR: of device p's slots, those that go to device q, round by round; take_PPR: into which
+    of its slots device q puts what came from p. Beyond the slots: none. rounds: that there are.
     """
 
     segment: int
     layer: int
+    stay_PR: np.ndarray
     send_PPR: np.ndarray
     take_PPR: np.ndarray
     rounds: int
@@ -62,10 +62,20 @@ def tables_of(expert_S: Sequence[int], experts: Experts) -> Tables:
     return Tables(np.array(rows, np.int32), np.array(copies, np.int32))
 
 
+def placed(slots_EX: np.ndarray, copies_E: np.ndarray) -> list[int]:
+    """Returns the placement that tables are of."""
+    slots = {
+        slot: expert
+        for expert, (row, copies) in enumerate(zip(slots_EX.tolist(), copies_E, strict=True))
+        for slot in row[:copies]
+    }
+    return [slots[slot] for slot in range(len(slots))]
+
+
 def routes(
     before_S: Sequence[int], after_S: Sequence[int], ways: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns (send_PPR, take_PPR, rounds) that bring experts from their slots to others.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Returns (stay_PR, send_PPR, take_PPR, rounds) that bring experts from their slots to others.
 
     A slot is filled from its own device where that has the expert, else from the device that has
     it and sends least.
@@ -74,22 +84,27 @@ def routes(
     holders: dict[int, dict[int, int]] = {}
     for slot, expert in enumerate(before_S):
         holders.setdefault(expert, {}).setdefault(slot // size, slot % size)
+    stay_PR = np.full((ways, size), size, np.int32)
     send_PPR = np.full((ways, ways, size), size, np.int32)
     take_PPR = np.full((ways, ways, size), size, np.int32)
     sent_PP = np.zeros((ways, ways), int)
     for slot, expert in enumerate(after_S):
         to, place = slot // size, slot % size
         there = holders[expert]
-        by = to if to in there else min(there, key=lambda p: (sent_PP[p].sum(), p))
+        if to in there:
+            stay_PR[to, place] = there[to]
+            continue
+        by = min(there, key=lambda p: (sent_PP[p].sum(), p))
         turn = sent_PP[by, to]
         send_PPR[by, to, turn], take_PPR[to, by, turn] = there[by], place
         sent_PP[by, to] += 1
-    return send_PPR, take_PPR, int(sent_PP.max())
+    return stay_PR, send_PPR, take_PPR, int(sent_PP.max())
 
 
 def run_place(
     layers: Params,
     index: jax.Array,
+    stay_1R: jax.Array,
     send_1PR: jax.Array,
     take_1PR: jax.Array,
     rounds: jax.Array,
@@ -111,12 +126,11 @@ def run_place(
 
         def one(turn, new):
             sent = old.at[send_1PR[0, :, turn]].get(mode="fill", fill_value=0)
-            came = sent
-            if expert.ways > 1:
-                came = jax.lax.all_to_all(sent, expert.names, 0, 0, tiled=True)
+            came = jax.lax.all_to_all(sent, expert.names, 0, 0, tiled=True)
             return new.at[take_1PR[0, :, turn]].set(came, mode="drop")
 
-        return jax.lax.fori_loop(0, rounds[0], one, jnp.zeros_like(old))
+        new = old.at[stay_1R[0]].get(mode="fill", fill_value=0)
+        return new if expert.ways == 1 else jax.lax.fori_loop(0, rounds[0], one, new)
 
     tables = {SLOTS: slots_EX, COPIES: copies_E}
     new = {name: tables[name] if name in tables else moved(layers[name]) for name in layers}

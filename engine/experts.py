@@ -38,17 +38,17 @@ def expert_mlp(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the weighted sum of the chosen experts' outputs, and of the shared ones'.
 
-    And of experts in slots int32 [E], how many tokens chose each. `tensor`: the mesh axis over
-    which the units of each expert are split; `expert`: those over which experts are, and tokens.
-    Where `tensor` is one of them, experts are whole, and its devices share out the tokens that
-    they have in common.
+    And, where experts are counted, int32 [E], how many tokens chose each. `tensor`: the mesh axis
+    over which the units of each expert are split; `expert`: those over which experts are, and
+    tokens. Where `tensor` is one of them, experts are whole, and its devices share out the tokens
+    that they have in common.
     """
     logits_TE = matmul(x_TD, p["router"])
     if experts.router_bias:
         logits_TE = logits_TE + p["router_bias"].astype(jnp.float32)[None]
     weight_TK, expert_TK = route(logits_TE, p.get("router_correction"), experts)
     expert_TK = jnp.where(valid_T[:, None], expert_TK, experts.count)
-    count_E = expert_counts(expert_TK, experts) if experts.slots else None
+    count_E = expert_counts(expert_TK, experts) if experts.counts else None
     if tensor.names and tensor.names[0] in expert.names:
         own = Share(tensor, x_TD.shape[0])
         chosen = own.of(weight_TK), own.of(expert_TK, experts.count)

@@ -181,6 +181,11 @@ class Engine:
         return self._results.get(request_id) is not None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other processes have devices of this engine."""
+        return self._follows or self.worker.others is not None
+
+    @property
     def keeps(self) -> bool:
         """Whether anything is kept of requests."""
         return self.scheduler.keeps
@@ -212,9 +217,12 @@ class Engine:
         others = self.worker.others
         if others is not None and isinstance(error, LostProcess | jax.errors.JaxRuntimeError):
             self._is_closed = True
-            others.give_up()
+            others.give_up(str(error))
             if not isinstance(error, LostProcess):
                 raise LostProcess(f"a step failed, here or in another process: {error}") from error
+        elif not self.worker.is_whole:
+            self._is_closed = True
+            raise RuntimeError("it ended while experts moved, which are lost; make another engine")
         else:
             self._recover()
 
@@ -258,6 +266,9 @@ class Engine:
         """Starts anew from what the host knows: a donated state may be lost with its step."""
         self._pending.clear()
         self.worker.restart()
+        if self._balancer is not None:  # it may not have heard of what was placed last
+            for index, (_, *place) in enumerate(self._balancer.layers):
+                self._balancer.expert_LS[index] = self.worker.placement(*place)
         before = self.partitions
         self._set_partitions(self._make_partitions())
         self.partitions.carry_on(before)
@@ -360,14 +371,21 @@ class Engine:
             )
         if self._balancer is not None:
             self._dispatched += 1
-            looks = self._balancer.looks(self._dispatched)
-            work = work._replace(place=self._balancer.next(), looks=looks)
+            self._place_experts(self._balancer, work)
+            work = work._replace(looks=self._balancer.looks(self._dispatched))
         made = self.worker.run(work)
         assert made is not None, "the step has a body"
         for array in (made.broken_B, made.tokens):
             if array is not None:
                 array.copy_to_host_async()
         return Pending(step, made, scored)
+
+    def _place_experts(self, balancer: Balancer, work: Work) -> None:
+        """Has the experts of a layer moved, if one gains by it."""
+        place = balancer.next()
+        if place is not None:
+            self.worker.run(Work(tuple(() for _ in work.moves), place=place))
+            balancer.commit()
 
     def _open_rows(self, step: Step, now: float) -> list[np.ndarray]:
         """Notes who runs for the first time; returns the tables of rows that want any."""

@@ -79,9 +79,11 @@ def check_pages(config: EngineConfig, factory: ProgramFactory) -> None:
 
 
 def largest_programs(factory: ProgramFactory, ladder: Ladder) -> list[Program]:
-    """Returns the programs that may need most temporaries: the largest body, and all heads."""
+    """Returns the programs that may need most temporaries: the largest body, all heads, and what
+    moves experts."""
     body = factory.body(max(ladder.bodies, key=total_tokens))
-    return [body, *(factory.head(head) for head in ladder.heads())]
+    places = [factory.place(segment) for segment in factory.placed_segments()]
+    return [body, *(factory.head(head) for head in ladder.heads()), *places]
 
 
 def temporary_bytes(program: Program) -> int:

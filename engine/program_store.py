@@ -69,6 +69,17 @@ def on_device(array: jax.Array, abstract: Any) -> jax.Array:
     return jax.device_put(array, jax.memory.Space.Device)
 
 
+def compiler_options() -> dict[str, Any] | None:
+    """Returns what XLA is to do otherwise than it does by itself.
+
+    On GPUs of several processes it would share out its trials of kernels among them, and one that
+    has a program already would be waited for.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "gpu":
+        return {"xla_gpu_shard_autotuning": False}
+    return None
+
+
 @cache
 def source_fingerprint() -> str:
     """Returns a digest of the source of every package that device code comes from."""
@@ -157,7 +168,7 @@ class ProgramStore:
                 with self._lock:
                     self.loaded += 1
                 return executable
-        compiled = program.lower().compile()
+        compiled = program.lower().compile(compiler_options())
         with self._lock:
             self.compiled += 1
         if path is not None:

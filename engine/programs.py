@@ -102,7 +102,7 @@ class ProgramFactory:
     def _counted(self) -> tuple[int, int] | None:
         """Returns the layers and experts whose loads are counted, if they are."""
         model = self.cfg.model
-        if model.experts is None or not model.experts.slots:
+        if model.experts is None or not model.experts.counts:
             return None
         return model.num_layers, model.experts.count
 
@@ -192,6 +192,11 @@ class ProgramFactory:
         function = partial(run_loads, cfg=self.cfg)
         return Program("loads", function, (self.state,), results, donated=(0,))
 
+    def placed_segments(self) -> list[int]:
+        """Returns the segments whose experts move."""
+        places = expert_places(self.cfg.model) if self.counts else []
+        return list(dict.fromkeys(segment for _, segment, _ in places))
+
     def place(self, segment: int) -> Program:
         """Returns the program that brings experts of a layer of a segment to other slots."""
         layers = self.params["segments"][segment]
@@ -199,6 +204,7 @@ class ProgramFactory:
         experts, axis = self.cfg.model.experts, self.cfg.model.expert
         assert experts is not None, "experts are in slots"
         ways, size = axis.ways, experts.places // axis.ways
+        stay = self._array((1, size), jnp.int32, ("experts",))
         routes = self._array((1, ways, size), jnp.int32, ("experts",))
         number = self._array((1,), jnp.int32, ())
         tables = (experts.count, experts.most_copies), (experts.count,)
@@ -206,7 +212,7 @@ class ProgramFactory:
             f"place{segment}",
             partial(run_place, expert=axis, stacked=self.stacked),
             (
-                *(layers, number, routes, routes, number),
+                *(layers, number, stay, routes, routes, number),
                 *(self._array(shape, jnp.int32, ()) for shape in tables),
             ),
             layers,
@@ -264,7 +270,7 @@ def build_programs(
         programs["show"] = factory.show()
     if factory.counts:
         programs["loads"] = factory.loads()
-        segments = dict.fromkeys(segment for _, segment, _ in expert_places(factory.cfg.model))
+        segments = factory.placed_segments()
         programs |= {Place(segment): factory.place(segment) for segment in segments}
     if factory.caches:
         moves = (factory.copy(), factory.park(), factory.restore())

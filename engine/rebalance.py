@@ -23,7 +23,7 @@ class Balancer:
     """The experts' placement, layer by layer, and what is to become of it.
 
     `layers`: of each with experts, its number in the model, segment and index in that. `interval`:
-    steps between looks at the loads. `moved`: how many placements were given out.
+    steps between looks at the loads. `moved`: how many placements were done.
     """
 
     experts: Experts
@@ -63,11 +63,16 @@ class Balancer:
         if imbalance(load_1E, after_1S, self.ways)[0] > (1 - _LEAST_GAIN) * now:
             return None
         before, after = before_1S[0].tolist(), after_1S[0].tolist()
-        self.expert_LS[layer] = after
-        self.moved += 1
+        self._next = layer, after
         _, segment, index = self.layers[layer]
         moves = routes(before, after, self.ways)
         return Placement(segment, index, *moves, *tables_of(after, self.experts))
+
+    def commit(self) -> None:
+        """Notes that what `next` returned was done."""
+        layer, after = self._next
+        self.expert_LS[layer] = after
+        self.moved += 1
 
     def stats(self) -> dict[str, Any]:
         """Returns `moved`, the placements that were changed, and `imbalance`, by layer the most

@@ -37,7 +37,7 @@ class State:
     end_ids_RE: jax.Array  # int32, -1 where unused
     settings_RF: jax.Array  # int32, as engine/settings.py has them
     tables: Tables
-    loads_1LE: jax.Array | None  # int32: of experts in slots, what tokens chose since the last look
+    loads_1LE: jax.Array | None  # int32: what tokens chose since the last look
 
     def settings(self, row_B: jax.Array) -> dict[str, jax.Array]:
         """Returns the settings of the rows by name, each [B] of its own dtype."""

@@ -33,7 +33,7 @@ class StepConfig(NamedTuple):
 
     @property
     def counted(self) -> Axis:
-        """The devices whose tokens differ."""
+        """The devices whose tokens may differ; what is in no ring all of `sequence` have."""
         names = self.rules.mesh_axes("pages")
         ways = self.rules.ways(self.mesh, "pages")
         return Axis(names, ways) if ways > 1 else ALONE

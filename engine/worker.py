@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from engine.buckets import Body, Head, Place, Repeat
-from engine.expert_places import Placement, by_slot
+from engine.expert_places import COPIES, SLOTS, Placement, by_slot, placed
 from engine.layers import Params
 from engine.models.config import ModelConfig
 from engine.models.decoder import head_parameters
@@ -69,7 +69,7 @@ class Others(Protocol):
 
     def end(self) -> None: ...
 
-    def give_up(self) -> None: ...
+    def give_up(self, reason: str) -> None: ...
 
 
 class Worker:
@@ -93,6 +93,18 @@ class Worker:
         self.movers = tuple(movers)
         self.state = programs["start"]()
         self.others = others
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no weight is lost, as one may be that was to move when something failed."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params))
+
+    def placement(self, segment: int, layer: int) -> list[int]:
+        """Returns the expert of each slot in a layer, as its tables say."""
+        params = self.params["segments"][segment]
+        at = params if isinstance(params, dict) else params[layer]
+        tables = [np.asarray(at[name]) for name in (SLOTS, COPIES)]
+        return placed(*([table[layer] for table in tables] if at is params else tables))
 
     def restart(self) -> None:
         """Begins with an empty state: a donated one may be lost with its step."""
@@ -138,7 +150,7 @@ class Worker:
         segment = segments[place.segment]
         layer = segment if isinstance(segment, dict) else segment[place.layer]
         index, rounds = (np.array([n], np.int32) for n in (place.layer, place.rounds))
-        routes = place.send_PPR, place.take_PPR
+        routes = place.stay_PR, place.send_PPR, place.take_PPR
         new = program(by_slot(layer), index, *routes, rounds, place.slots_EX, place.copies_E)
         if isinstance(segment, dict):
             segments[place.segment] = segment | new

@@ -38,10 +38,10 @@ from scripts.command_line import (
 )
 from scripts.explain import explain
 from scripts.prompts import UNSAMPLED, Row, read_rows
-from scripts.replicas import check_replicas, join_parts, part_name
+from scripts.replicas import check_replicas, join_parts, part_name, wait_for_leaders
 from scripts.results import print_summary, result_row
 from scripts.sampling_flags import define_sampling_flags, given_fields
-from sharding.processes import Group, group_of
+from sharding.processes import Group, LostProcess, group_of
 
 MODES = ("chat", "score", "embed")
 
@@ -89,7 +89,8 @@ def main() -> None:
         group = group_of(EngineConfig(model=model, **options).replicas)
     make_cpu_devices(options.get("mesh", ""), group.size)
     mode = chosen_mode()
-    check_replicas(group, FLAGS.output, FLAGS.input)
+    if not FLAGS.explain:
+        check_replicas(group, FLAGS.output, FLAGS.input)
     if group.rank > 0:
         with usage_errors(), LLM(model, **options) as llm:
             llm.follow()
@@ -105,6 +106,7 @@ def lead(model: str, options: dict[str, Any], mode: str, group: Group) -> None:
     rows = read_rows(FLAGS.prompt, FLAGS.input, sampling_fields(mode), mode)
     share = range(len(rows))[group.number :: group.count]
     outputs: dict[int, RequestOutput] = {}
+    lost: LostProcess | None = None
     with contextlib.ExitStack() as files:
         # Opened before the model, so that a wrong path costs no work.
         results, summary = (
@@ -121,7 +123,9 @@ def lead(model: str, options: dict[str, Any], mode: str, group: Group) -> None:
             write = write_scores if mode == "score" else write_vectors
             write(llm, {index: rows[index].asked for index in share}, results or sys.stdout)
         elif llm is not None:
-            outputs = run_rows(llm, rows, share, results)
+            prepared = prepare_rows(llm, rows, share)
+            wait_for_leaders(group)
+            outputs, lost = run_rows(llm, rows, prepared, results)
         if mode not in UNSAMPLED:
             figures = summarize(list(outputs.values()), time.monotonic() - started - start_s)
             stats = {} if llm is None else llm.engine.stats()
@@ -129,6 +133,8 @@ def lead(model: str, options: dict[str, Any], mode: str, group: Group) -> None:
             if summary is not None:
                 whole = {"model": model, "options": options, "start_s": start_s}
                 summary.write(to_json(whole | {"summary": figures, "engine": stats}) + "\n")
+    if lost is not None:
+        raise lost
     join_parts(group, FLAGS.output, FLAGS.report)
     if mode not in UNSAMPLED and len(outputs) < len(share):
         raise Interrupted(f"{len(outputs)} of {len(share)} requests were finished")
@@ -157,17 +163,19 @@ def sampling_fields(mode: str) -> dict[str, Any]:
 
 
 def run_rows(
-    llm: LLM, rows: Sequence[Row], share: Sequence[int], results: Writer | None
-) -> dict[int, RequestOutput]:
-    """Runs the rows of `share`, and writes those that finished: all, unless it is interrupted."""
-    prepared = prepare_rows(llm, rows, share)
+    llm: LLM, rows: Sequence[Row], prepared: dict[int, Samples], results: Writer | None
+) -> tuple[dict[int, RequestOutput], LostProcess | None]:
+    """Runs what is prepared, and writes what finished: all, unless it is interrupted.
+
+    Or a process is lost, which is returned too.
+    """
+    lost = None
     shown = Shown(rows, prepared) if results is None else None
     outputs: dict[int, RequestOutput] = {}
-    ended: dict[int, list[RequestOutput]] = {index: [] for index in share}
+    ended: dict[int, list[RequestOutput]] = {index: [] for index in prepared}
     running = {}
     try:
-        for index in share:
-            requests, text = prepared[index]
+        for index, (requests, text) in prepared.items():
             for request in requests:
                 with usage_errors(f"prompt {index}: "):
                     added = llm.engine.add_request(request, text, streams=shown is not None)
@@ -183,16 +191,18 @@ def run_rows(
                     if len(ended[index]) == len(prepared[index][0]):
                         outputs[index] = merge_samples(ended[index])
             if shown is None and FLAGS.progress:
-                sys.stderr.write(f"\r{len(outputs)}/{len(share)} requests")
+                sys.stderr.write(f"\r{len(outputs)}/{len(prepared)} requests")
     except KeyboardInterrupt:
         pass  # what is finished is written, and the caller says that it is not all
+    except LostProcess as error:
+        lost = error
     finally:
         if shown is None and FLAGS.progress:
             sys.stderr.write("\n")
     for index in sorted(outputs):
         if results is not None:
             results.write(to_json(result_row(index, rows[index], outputs[index])) + "\n")
-    return outputs
+    return outputs, lost
 
 
 def prepare_rows(llm: LLM, rows: Sequence[Row], share: Sequence[int]) -> dict[int, Samples]:

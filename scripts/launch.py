@@ -4,8 +4,8 @@
     python -m scripts.launch --local=N ENTRY --model=M --mesh=... [the entry's flags]
     python -m scripts.launch [--coordinator=HOST:PORT --num_processes=N --process_id=I] ENTRY ...
 
-Run it with the same flags on every host: under Slurm, Open MPI, Kubernetes and on Cloud TPU the
-cluster tells who is who. --local starts all processes on this machine. ENTRY is generate. The
+Run it with the same flags on every host: under Slurm, Open MPI, on Cloud TPU and GKE the cluster
+tells who is who. --local starts all processes on this machine, for CPU. ENTRY is generate. The
 first process takes the input and writes the output; with --replicas=R there are R such, each of
 which does its share.
 """
@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from absl import flags
@@ -90,7 +90,7 @@ def main(entry: list[str]) -> None:
 
 
 def run_local(count: int, entry: list[str]) -> int:
-    """Runs the entry in `count` processes here; returns the exit code of the first that fails.
+    """Runs the entry in `count` processes here; returns the exit code of the first, or who fails.
 
     When one has failed, the others have time to notice before they are ended.
     """
@@ -106,22 +106,34 @@ def run_local(count: int, entry: list[str]) -> int:
         source = None if number == 0 else subprocess.DEVNULL
         place = f"--process_id={number}"
         processes.append(subprocess.Popen([*command, place, *entry], stdin=source))
-    with ignored_interrupts():
+    with passed_on(processes):
         return wait_for(processes, FLAGS.heartbeat_timeout_s + _GRACE_S)
 
 
 @contextlib.contextmanager
-def ignored_interrupts():
-    """Leaves the keyboard's interrupt to the processes that were started, which it reaches too."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def passed_on(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
+    """Leaves it to the processes that were started to end when this one is to.
+
+    The keyboard's interrupt reaches them by itself; to end (SIGTERM), they are told.
+    """
+
+    def end(*_: object) -> None:
+        for process in processes:
+            process.terminate()
+
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, end),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def wait_for(processes: list[subprocess.Popen], grace_s: float) -> int:
-    """Returns, when all have ended, the exit code of the first that failed, or 0."""
+    """Returns, when all have ended, the exit code of the first process, or of who failed first."""
     failed, deadline = 0, float("inf")
     running = list(processes)
     while running:
@@ -133,6 +145,7 @@ def wait_for(processes: list[subprocess.Popen], grace_s: float) -> int:
             for process in running:
                 process.kill()
         time.sleep(0.05)
+    failed = processes[0].returncode or failed
     return failed if failed >= 0 else 128 - failed
 
 

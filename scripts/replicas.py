@@ -3,10 +3,13 @@
 
 import heapq
 import json
+import time
 from pathlib import Path
 
 from scripts.command_line import UsageError, replaced_file, to_json
 from sharding.processes import Channel, Group
+
+_SEEN_S = 30  # until a file that another host has written is to be seen in a shared folder
 
 
 def check_replicas(group: Group, output: str | None, source: str | None) -> None:
@@ -18,11 +21,19 @@ def check_replicas(group: Group, output: str | None, source: str | None) -> None
             f"--replicas={group.count} writes files that are joined; give --output, in a folder "
             "that all processes see"
         )
+    if Path(output).exists() and not Path(output).is_file():
+        raise UsageError(f"--output={output} is not a regular file; name a file to write")
     if source == "-":
         raise UsageError(
             f"--replicas={group.count} reads the input in several processes, which standard input "
             "is not; give --input a file that all of them see"
         )
+
+
+def wait_for_leaders(group: Group) -> None:
+    """Returns when all replicas are here: what one refuses ends all before they work."""
+    if group.count > 1:
+        Channel(group.leaders).agree("prepared", "")
 
 
 def part_name(path: str, group: Group) -> str:
@@ -49,9 +60,13 @@ def join_parts(group: Group, output: str, report: str | None) -> None:
 def parts_of(path: str, count: int) -> list[Path]:
     """Returns the files of all replicas; UsageError where one is not to be seen."""
     parts = [Path(part_name(path, Group(number=number, count=count))) for number in range(count)]
-    for part in parts:
-        if not part.is_file():
-            raise UsageError(f"{part} of another process is not here; name a folder that all see")
+    deadline = time.monotonic() + _SEEN_S
+    while missing := [part for part in parts if not part.is_file()]:
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"{missing[0]} of another process is not here; name a folder that all see"
+            )
+        time.sleep(0.2)
     return parts
 
 

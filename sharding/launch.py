@@ -32,8 +32,12 @@ def join(
     """
     given = {"coordinator": coordinator, "num_processes": processes, "process_id": process}
     missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
-    if coordinator is not None and process:
-        wait_for(coordinator, start_timeout_s)
+    if coordinator is not None:
+        host, port = address_of(coordinator)
+        if process:
+            wait_for(host, port, start_timeout_s)
+    # Or a process that is asked to end (SIGTERM) would note it and go on.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -50,23 +54,28 @@ def join(
         raise ValueError(f"{error} {remedy}") from error
 
 
-def wait_for(coordinator: str, timeout_s: float) -> None:
+def address_of(coordinator: str) -> tuple[str, int]:
+    """Returns host and port of "host:port"; ValueError for what is not so."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"coordinator {coordinator!r} must be host:port, such as 10.0.0.1:55527")
+    return host.strip("[]"), int(port)
+
+
+def wait_for(host: str, port: int, timeout_s: float) -> None:
     """Returns when somebody listens at host:port; LostProcess if that is not in time.
 
     jax would abort this process, with the stack of its threads.
     """
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"coordinator {coordinator!r} must be host:port")
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+            socket.create_connection((host, port), timeout_s).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LostProcess(
-                    f"process 0 is not at {coordinator} after {timeout_s} s ({error}); start it, "
+                    f"process 0 is not at {host}:{port} after {timeout_s} s ({error}); start it, "
                     "or correct --coordinator"
                 ) from None
         time.sleep(_RETRY_S)

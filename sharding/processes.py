@@ -126,11 +126,12 @@ class Channel:
         self._set(self._message(step), message)
         if step % _KEPT:
             return
-        read = self._store.key_value_dir_get(f"{self._folder}/read/")
-        if len(read) == self.group.size - 1:
-            for folder in range(self._deleted, min(int(count) for _, count in read)):
-                self._store.key_value_delete(f"{self._folder}/{folder}/")
-                self._deleted = folder + 1
+        with _losses():
+            read = self._store.key_value_dir_get(f"{self._folder}/read/")
+            if len(read) == self.group.size - 1:
+                for folder in range(self._deleted, min(int(count) for _, count in read)):
+                    self._store.key_value_delete(f"{self._folder}/{folder}/")
+                    self._deleted = folder + 1
 
     def receive(self) -> bytes:
         """Returns the next message, when it is there."""
@@ -161,10 +162,14 @@ class Channel:
                         raise
                 check_failures()
 
-    def close(self) -> None:
-        """Returns when all that was sent is in the store."""
+    def end(self, message: bytes) -> None:
+        """Sends the last message, which is in the store when this returns.
+
+        From this thread: others are ended before what runs at exit.
+        """
         if self._sent is not None:
             self._sent.result()
+        self._send(self._step, message)
         self._sender.shutdown()
 
 
@@ -188,10 +193,16 @@ def _losses() -> Iterator[None]:
 
 def check_failures() -> None:
     """Raises LostProcess if some process has said that it failed."""
-    reasons = dict(_store().key_value_dir_get(f"{_FAILED}/"))
+    with _losses():
+        reasons = _store().key_value_dir_get(_FAILED)
     if reasons:
-        first = min(reasons)
-        raise LostProcess(f"process {os.path.basename(first)} ended: {reasons[first]}")
+        raise LostProcess(reasons[0][1])
+
+
+def tell_failure(reason: str) -> None:
+    """Has all other processes end where they next wait, the first one's reason being told."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first, or it is lost
+        _store().key_value_set(f"{_FAILED}/reason", f"process {process_id()} ended: {reason}")
 
 
 def finish() -> None:
@@ -206,13 +217,9 @@ def leave(code: int, reason: str) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    try:
-        _store().key_value_set(f"{_FAILED}/{process_id()}", reason)
-        if process_id() == 0:
-            # The store ends with this process: the others are to read it first.
-            time.sleep(2 * _SLICE_S)
-    except jax.errors.JaxRuntimeError:
-        pass  # it is lost, which the others notice too
+    tell_failure(reason)
+    if process_id() == 0:
+        time.sleep(2 * _SLICE_S)  # the store ends with this process: the others are to read first
     os._exit(code)
 
 

@@ -17,6 +17,7 @@ class Experts:
     shared_width: of an MLP that sees every token, 0 if there is none, weighed by a sigmoid of its
     own if `shared_gate`.   clamp: of the gpt-oss activation, whose slope is `swish_slope`.   slots:
     places for copies of experts, of all devices together; 0: each expert has one place, in order.
+    counts: whether the tokens that choose each expert are counted.
     """
 
     count: int
@@ -37,6 +38,7 @@ class Experts:
     clamp: float | None = None
     swish_slope: float = 1.0
     slots: int = 0
+    counts: bool = False
 
     @property
     def places(self) -> int:

@@ -189,7 +189,7 @@ def after_attention(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns x_TD with attention's output and the feed-forward's added.
 
-    And of experts in slots, how many tokens chose each.
+    And, where experts are counted, how many tokens chose each.
     """
     if config.latent is not None and not expand:
         out = einsum("tnr,nvr->tnv", out_TNY, p["v_up"])
@@ -224,9 +224,9 @@ def decoder_layer(
 def layer_function(config: ModelConfig, tokens: Tokens, attend: Attend):
     """Returns what a layer does: ((x_TD, cache), parameters, LayerData) -> (x_TD, cache).
 
-    Of experts in slots the cache is (cache, load_LE), what tokens chose being added to the load.
+    Where experts are counted the cache is (cache, load_LE), what tokens chose being added.
     """
-    if config.experts is not None and config.experts.slots:
+    if config.experts is not None and config.experts.counts:
         return counting(config, tokens, attend)
     ropes = rope_tables(config.ropes, config.rope_width, tokens.position_T, tokens.length_T)
 
@@ -241,7 +241,7 @@ def layer_function(config: ModelConfig, tokens: Tokens, attend: Attend):
 
 
 def counting(config: ModelConfig, tokens: Tokens, attend: Attend):
-    """Returns `layer_function` of experts in slots."""
+    """Returns `layer_function` where experts are counted."""
     ropes = rope_tables(config.ropes, config.rope_width, tokens.position_T, tokens.length_T)
 
     def one(carry, p, layer):

@@ -65,11 +65,12 @@ def kv_copies(config: ModelConfig, ways: int) -> int:
     return max(1, ways // heads)
 
 
-def with_slots(config: ModelConfig, redundant: int) -> ModelConfig:
+def with_slots(config: ModelConfig, redundant: int, *, counts: bool) -> ModelConfig:
     """Returns `config` with places for experts and so many copies; ValueError without any."""
     if config.experts is None:
         raise ValueError(f"a {config.family} has no experts to copy or to place anew")
-    experts = dataclasses.replace(config.experts, slots=config.experts.count + redundant)
+    slots = config.experts.count + redundant
+    experts = dataclasses.replace(config.experts, slots=slots, counts=counts)
     return dataclasses.replace(config, experts=experts)
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     make_cpu_devices(asked["mesh"], num_processes())
     steps, rows = asked["steps"], asked["rows"] // asked["partitions"]
     length = PROMPT_TOKENS + steps + 1
-    options = dict(max_num_seqs=rows, max_num_batched_tokens=512, max_model_len=length)
+    options = dict(max_num_seqs=rows, max_num_batched_tokens=64, max_model_len=length)
     with usage_errors(), LLM(asked["model"], mesh=asked["mesh"], **options) as llm:
         if llm.follows:
             llm.follow()

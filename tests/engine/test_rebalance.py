@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from engine import expert_places
 from engine.expert_balance import balance, imbalance
 from engine.expert_places import first_slots, routes, run_place, tables_of
 from engine.models.config import Experts
 from engine.rebalance import Balancer
 from sharding import ALONE, Axis, make_mesh
-from tests.engine.test_meshes import alone, open_mesh, outputs
+from tests.engine.conftest import greedy
+from tests.engine.test_meshes import alone, open_mesh, outputs, prompts
 
 EXPERTS = Experts(count=10, chosen=2, width=4, slots=16)
 
@@ -26,6 +28,7 @@ def test_first_slots_have_every_expert_and_copies_of_the_first():
     placed = first_slots(EXPERTS, 4)
     assert np.bincount(placed).tolist() == [2] * 6 + [1] * 4
     tables = tables_of(placed, EXPERTS)
+    assert expert_places.placed(*tables) == list(placed)
     assert tables.copies_E.tolist() == [2] * 6 + [1] * 4
     for expert, slots in enumerate(tables.slots_EX.tolist()):
         assert len(slots) == 7 and {placed[slot] for slot in slots} == {expert}
@@ -57,17 +60,17 @@ def test_experts_come_where_they_are_wanted(ways, stacked):
         jax.shard_map(
             lambda *arguments: run_place(*arguments, expert=axis, stacked=stacked),
             mesh=make_mesh(expert=ways),
-            in_specs=(specs, none, sharded, sharded, none, none, none),
+            in_specs=(specs, none, sharded, sharded, sharded, none, none, none),
             out_specs=specs,
             check_vma=False,
         )
     )
     index = np.array([int(stacked)], np.int32)
     for after in placements(1):
-        send, take, rounds = routes(before, after, ways)
-        assert rounds == int((send < EXPERTS.slots // ways).sum(axis=2).max())
+        *moves, rounds = routes(before, after, ways)
+        assert rounds == int((moves[1] < EXPERTS.slots // ways).sum(axis=2).max())
         rounds = np.array([rounds], np.int32)
-        layer = program(layer, index, send, take, rounds, *tables_of(after, EXPERTS))
+        layer = program(layer, index, *moves, rounds, *tables_of(after, EXPERTS))
         for name, array in values.items():
             moved = np.asarray(layer[name])
             np.testing.assert_array_equal(moved[1] if stacked else moved, array[after])
@@ -80,9 +83,13 @@ def test_experts_come_where_they_are_wanted(ways, stacked):
 
 def test_slots_are_filled_from_their_own_device_where_it_has_the_expert():
     before, after = [0, 1, 2, 3, 0, 1, 2, 3], [3, 0, 1, 2, 0, 2, 3, 1]
-    send, take, rounds = routes(before, after, 2)
-    assert rounds == 4 and (send[0, 1] == 4).all() and (send[1, 0] == 4).all()
-    assert send[0, 0].tolist() == [3, 0, 1, 2] and take[0, 0].tolist() == [0, 1, 2, 3]
+    stay, send, take, rounds = routes(before, after, 2)
+    assert rounds == 0 and (send == 4).all() and (take == 4).all()
+    assert stay.tolist() == [[3, 0, 1, 2], [0, 2, 3, 1]]
+    stay, send, take, rounds = routes([0, 1, 2, 3], [1, 2, 3, 0], 2)
+    assert rounds == 1 and stay.tolist() == [[1, 2], [1, 2]]
+    assert send[0, 1].tolist() == [0, 2] and take[1, 0].tolist() == [1, 2]
+    assert send[1, 0].tolist() == [0, 2] and take[0, 1].tolist() == [1, 2]
 
 
 def test_what_gains_is_moved_and_nothing_else():
@@ -96,9 +103,11 @@ def test_what_gains_is_moved_and_nothing_else():
     before = imbalance(loads[1:2], np.array([first_slots(EXPERTS, 4)]), 4)[0]
     place = balancer.next()
     assert (place.segment, place.layer) == (1, 0)
-    send, take, _ = routes(first_slots(EXPERTS, 4), balancer.expert_LS[0].tolist(), 4)
-    np.testing.assert_array_equal(place.send_PPR, send)
-    np.testing.assert_array_equal(place.take_PPR, take)
+    assert balancer.expert_LS[0].tolist() == list(first_slots(EXPERTS, 4)), "not done yet"
+    balancer.commit()
+    stay, send, take, _ = routes(first_slots(EXPERTS, 4), balancer.expert_LS[0].tolist(), 4)
+    for made, expected in zip(place[2:5], (stay, send, take), strict=True):
+        np.testing.assert_array_equal(made, expected)
     assert balancer.next() is None and balancer.next() is None
     [moved, still] = balancer.stats()["imbalance"]
     assert moved < before and still == pytest.approx(1.0) and balancer.moved == 1
@@ -110,6 +119,12 @@ CASES = [
     ("mixtral", "expert=4", {"num_redundant_experts": 4}),
     pytest.param("deepseek_v3", "expert=8", {"num_redundant_experts": 8}, marks=pytest.mark.slow),
     pytest.param("gpt_oss", "expert=2,tensor=2", {"decode_steps": 2}, marks=pytest.mark.slow),
+    pytest.param(
+        "mixtral",
+        "data=2,tensor=2",
+        {"expert_parallel": True, "num_redundant_experts": 4},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -137,6 +152,9 @@ def test_an_engine_that_places_its_experts_anew_says_the_same(arch, mesh, option
         ("mixtral", "", {"num_redundant_experts": 1}, "num_redundant_experts needs a mesh"),
         ("mixtral", "expert=2,pipe=2", {"rebalance_interval": 1}, "does not go with stages"),
         ("mixtral", "expert=4", {"num_redundant_experts": 3}, "does not divide 7 slots of experts"),
+        ("mixtral", "expert=4", {"num_redundant_experts": 16}, "use at most 12"),
+        ("mixtral", "sequence=2", {"expert_parallel": True}, "needs a mesh with data, expert"),
+        ("llama", "data=2", {"expert_parallel": True}, "which a llama has not"),
         ("mixtral", "expert=4", {"rebalance_interval": -1}, "rebalance_interval=-1"),
         (
             "mixtral",
@@ -149,3 +167,31 @@ def test_an_engine_that_places_its_experts_anew_says_the_same(arch, mesh, option
 def test_experts_that_cannot_be_placed_so_are_refused(arch, mesh, options, told):
     with pytest.raises(ValueError, match=told):
         open_mesh(arch, mesh, **options)
+
+
+def test_an_interrupt_while_experts_move_leaves_a_placement_that_is_true():
+    """Just before it is noted, whose weights have moved already; another, and then no more."""
+    llm = open_mesh("mixtral", "expert=4", rebalance_interval=2, num_redundant_experts=4)
+    balancer, left = llm.engine._balancer, [2]
+    commit = balancer.commit
+
+    def interrupted():
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyboardInterrupt
+        commit()
+
+    balancer.commit = interrupted
+    jobs, expected = prompts()[:4], [tokens for tokens, _ in alone("mixtral")[:4]]
+    for job in jobs:
+        llm.engine.add_request(llm.make_request(job, greedy(40))[0], streams=False)
+    outputs = {}
+    while llm.engine.has_work:
+        try:
+            outputs |= {d.request_id: d.output for d in llm.engine.step() if d.output is not None}
+        except KeyboardInterrupt:
+            pass
+    assert left[0] < 0 and balancer.moved > 0
+    assert [outputs[index].outputs[0].token_ids for index in sorted(outputs)] == expected
+    for (_, segment, layer), expert_S in zip(balancer.layers, balancer.expert_LS, strict=True):
+        assert llm.engine.worker.placement(segment, layer) == expert_S.tolist()

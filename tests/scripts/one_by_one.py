@@ -70,13 +70,14 @@ def main(coordinator, processes, process, model, results, options):
     jax.config.update("jax_num_cpu_devices", devices // count)
     programs.Executables = OnDemand  # what is not used is not compiled
     join(coordinator, count, int(process), start_timeout_s=60, heartbeat_timeout_s=10)
-    with LLM(model, **ENGINE | options) as llm:
-        if llm.follows:
-            llm.follow()
-            return
-        tokens, vectors = run(llm)
-        whole = {"tokens": tokens, "vectors": vectors, "stats": llm.engine.stats()}
-        pathlib.Path(results).write_text(json.dumps(whole))
+    llm = LLM(model, **ENGINE | options)
+    if llm.follows:
+        llm.follow()
+        return
+    tokens, vectors = run(llm)
+    whole = {"tokens": tokens, "vectors": vectors, "stats": llm.engine.stats()}
+    pathlib.Path(results).write_text(json.dumps(whole))
+    # It is not closed: the others end with this process all the same.
 
 
 if __name__ == "__main__":

@@ -233,6 +233,10 @@ def test_wrong_uses_end_all_processes_with_one_line_each(arguments, told, tmp_pa
         (["--local=2", "--process_id=1", "generate"], "--local and --process_id"),
         (["--num_processes=2", "generate"], "--coordinator"),
         (
+            ["--coordinator=here", "--num_processes=2", "--process_id=0", "generate"],
+            "'here' must be host:port",
+        ),
+        (
             [
                 *("--coordinator=127.0.0.1:9", "--num_processes=2", "--process_id=1"),
                 *("--start_timeout_s=1", "generate"),
