@@ -136,7 +136,7 @@ def pack(
             count = len(plan.decodes)
             rows = sampled["sample_row_S"][len(plan.sampled) - count :][:count]
             part["row_B"][:count] = rows
-            part["table_GBJ"][:, :count] = tables[:, rows]
+            np.take(tables, rows, axis=1, out=part["table_GBJ"][:, :count], mode="clip")
             indexes[len(indexes) - count :] = np.arange(first_token, first_token + count)
         first_token += group.rows * group.width
     return packed
