@@ -22,6 +22,7 @@ from engine.programs import total_tokens
 from scripts.explain import mesh_lines
 from sharding import RULES, parse_mesh
 from sharding.layouts import LAYOUTS
+from sharding.processes import Group as Processes
 from tests.engine.conftest import GOLDEN, greedy, open_on_demand, watch_plans
 from tests.fixtures import write_tiny
 
@@ -279,12 +280,12 @@ def test_kv_heads_that_cannot_be_shared_out_are_refused_with_both_numbers():
 )
 def test_a_wrong_mesh_is_one_error(text, message):
     with pytest.raises(ValueError, match=message):
-        engine_mesh(text)
+        engine_mesh(text, Processes())
 
 
 def test_a_mesh_of_spaces_and_ones():
     assert parse_mesh(" data=1, tensor = 2 ,") == {"data": 1, "tensor": 2}
-    assert engine_mesh("").size == 1 and engine_mesh("tensor=1").size == 1
+    assert engine_mesh("", Processes()).size == 1 and engine_mesh("tensor=1", Processes()).size == 1
 
 
 COLLECTIVE = re.compile(

@@ -54,7 +54,8 @@ def test_the_workload_is_the_same_each_time():
 def test_bytes_of_a_step_are_the_weights_and_the_cells():
     params = {"embedding": np.ones((10, 4), np.float32), "head": np.ones((10, 4), np.float32)}
     config = types.SimpleNamespace(tied_embeddings=False, cell_width=12, windows=(None, 8))
-    llm = types.SimpleNamespace(model_config=config, engine=types.SimpleNamespace(params=params))
+    engine = types.SimpleNamespace(worker=types.SimpleNamespace(params=params))
+    llm = types.SimpleNamespace(model_config=config, engine=engine)
     # The head alone; two rows, 96 cells of the full layer and 8 of the windowed one.
     assert decode.bytes_a_step(llm, 2) == 160 + 2 * (96 + 8) * 2 * 2 * 3 * 4
 

@@ -73,7 +73,7 @@ def test_rows_say_shape_type_axes_and_origin(run):
     assert row(out, "layers.1.v_up")[3:] == ["query_heads, -, -", "8192", "F32", name]
     first, last = (f"{model}mlp.experts.{n}.up_proj.weight" for n in (0, 7))
     assert row(out, "layers.1.experts_up")[1:] == [
-        *("8x64x32", "float32", "experts, width, ffn", "65536", "F32"),
+        *("8x64x32", "float32", "experts, width, expert_ffn", "65536", "F32"),
         f"{first} to {last} (8 tensors), by family.transposed",
     ]
     _, out, _ = run(f"--model={TINY / 'gemma3'}")
