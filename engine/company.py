@@ -26,7 +26,7 @@ from engine.expert_places import Placement
 from engine.moves import Move
 from engine.program_store import source_fingerprint
 from engine.worker import Made, Work, Worker
-from sharding.processes import Channel, LostProcess, differences, tell_failure
+from sharding.processes import Channel, differences, lost, tell_failure
 
 _AHEAD = 2  # steps that one who follows has dispatched and not seen the end of
 _SAMPLE = 4  # tensors of a checkpoint whose numbers are compared
@@ -131,13 +131,6 @@ def follow(worker: Worker, channel: Channel) -> None:
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
-
-
-def lost(error: Exception) -> LostProcess:
-    """Returns what an error of the devices means where other processes have some of them."""
-    return LostProcess(
-        f"a step failed, in this process or in another: {str(error).splitlines()[0]}"
-    )
 
 
 def check_agreement(channel: Channel, config: EngineConfig, checkpoint: Checkpoint) -> None:

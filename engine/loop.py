@@ -30,7 +30,7 @@ from engine.scheduler import Scheduler
 from engine.segment_file import Segment
 from engine.strict import CompileCounter, no_compilation
 from engine.worker import Made, Work, Worker
-from sharding.processes import LostProcess
+from sharding.processes import LostProcess, lost
 
 _MOST_SLEEP_S = 0.05  # between looks at whether a tenant may go on
 
@@ -219,7 +219,7 @@ class Engine:
             self._is_closed = True
             others.give_up(str(error))
             if not isinstance(error, LostProcess):
-                raise LostProcess(f"a step failed, here or in another process: {error}") from error
+                raise lost(error) from error
         elif not self.worker.is_whole:
             self._is_closed = True
             raise RuntimeError("it ended while experts moved, which are lost; make another engine")

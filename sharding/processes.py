@@ -27,6 +27,13 @@ class LostProcess(RuntimeError):
     """The processes cannot go on together. Its text says who ended, and why."""
 
 
+def lost(error: Exception) -> LostProcess:
+    """Returns what an error of the devices means where other processes have some of them."""
+    return LostProcess(
+        f"a step failed, in this process or in another: {str(error).splitlines()[0]}"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """The processes of one engine: the `number`-th `size` of `count` times as many.
