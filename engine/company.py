@@ -16,8 +16,8 @@ import threading
 from typing import Any
 
 import jax
+import msgpack
 import numpy as np
-from flax import serialization
 
 from checkpoints.checkpoint import Checkpoint
 from engine.buckets import Group, Head
@@ -29,52 +29,43 @@ from engine.worker import Made, Work, Worker
 from sharding.processes import Channel, differences, lost, tell_failure
 
 _AHEAD = 2  # steps that one who follows has dispatched and not seen the end of
+_ARRAY = 1  # of a message's own types, the one there is
 _SAMPLE = 4  # tensors of a checkpoint whose numbers are compared
 
 
 def encode(kind: str, work: Work | None) -> bytes:
     """Returns a message: what a worker is to do, and with what."""
-    if work is None:
-        return serialization.msgpack_serialize({"kind": kind})
-    fields = {
-        "kind": kind,
-        "moves": [[list(move) for move in moves] for moves in work.moves],
-        "tables": list(work.tables),
-        "body": None if work.body is None else [list(group) for group in work.body],
-        "packed": work.packed,
-        "repeats": work.repeats,
-        "score_head": None if work.score_head is None else list(work.score_head),
-        "scores": list(work.scores),
-        "shows_prompt": work.shows_prompt,
-        "head": None if work.head is None else list(work.head),
-        "place": None if work.place is None else list(work.place),
-        "looks": work.looks,
-    }
-    return serialization.msgpack_serialize(fields)
+    return msgpack.packb((kind, work), default=_from_array)
 
 
 def decode(message: bytes) -> tuple[str, Work | None]:
     """Returns what `encode` made a message of."""
-    fields = serialization.msgpack_restore(message)
-    kind = fields.pop("kind")
-    if not fields:
+    kind, fields = msgpack.unpackb(message, ext_hook=_to_array, use_list=False)
+    if fields is None:
         return kind, None
-    head = lambda name: None if fields[name] is None else Head(*fields[name])  # noqa: E731
-    body = fields["body"]
-    work = Work(
-        tuple([Move(*move) for move in moves] for moves in fields["moves"]),
-        tables=fields["tables"],
-        body=None if body is None else tuple(Group(*group) for group in body),
-        packed=fields["packed"],
-        repeats=fields["repeats"],
-        score_head=head("score_head"),
-        scores=fields["scores"],
-        shows_prompt=fields["shows_prompt"],
-        head=head("head"),
-        place=None if fields["place"] is None else Placement(*fields["place"]),
-        looks=fields["looks"],
+    work = Work(*fields)
+    each = dict(score_head=Head, head=Head, place=Placement)
+    found = {name: getattr(work, name) for name in each}
+    work = work._replace(
+        moves=tuple([Move(*move) for move in moves] for moves in work.moves),
+        body=None if work.body is None else tuple(Group(*group) for group in work.body),
+        **{name: each[name](*value) for name, value in found.items() if value is not None},
     )
     return kind, work
+
+
+def _from_array(array: np.ndarray) -> msgpack.ExtType:
+    """Returns what an array is in a message; msgpack asks for whatever it does not know."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{type(array).__name__} is nothing to send to another process")
+    packed = msgpack.packb((array.dtype.str, array.shape, array.tobytes()))
+    return msgpack.ExtType(_ARRAY, packed)
+
+
+def _to_array(code: int, packed: bytes) -> np.ndarray:
+    """Returns the array of a message."""
+    dtype, shape, numbers = msgpack.unpackb(packed)
+    return np.frombuffer(numbers, np.dtype(dtype)).reshape(shape)
 
 
 class Leader:

@@ -9,10 +9,11 @@ import collections
 import contextlib
 import dataclasses
 import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, NoReturn
 
 import jax
@@ -107,8 +108,9 @@ class Channel:
         Channel._made[name] += 1
         self._step = 0
         self._deleted = 0  # folders of messages
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="headrace messages")
-        self._sent: Future[None] | None = None
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="messages", daemon=True)
+        self._failure: LostProcess | None = None
 
     def agree(self, name: str, mine: str) -> list[str]:
         """Returns what each process gives under `name`, by rank; it waits for all of them."""
@@ -122,16 +124,27 @@ class Channel:
     def send(self, message: bytes) -> None:
         """Has the others receive the next message; returns before they have it.
 
-        LostProcess if the one before could not be sent.
+        LostProcess if one before could not be sent.
         """
-        if self._sent is not None:
-            self._sent.result()
-        self._sent = self._sender.submit(self._send, self._step, message)
-        self._step += 1
+        if self._failure is not None:
+            raise self._failure
+        if self._sender.ident is None:
+            self._sender.start()
+        self._outbox.put(message)
 
-    def _send(self, step: int, message: bytes) -> None:
-        self._set(self._message(step), message)
-        if step % _KEPT:
+    def _send_all(self) -> None:
+        """The sender's thread: until None comes, or one message cannot be sent."""
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._send(message)
+            except LostProcess as error:
+                self._failure = error
+                return
+
+    def _send(self, message: bytes) -> None:
+        self._set(self._message(self._step), message)
+        self._step += 1
+        if self._step % _KEPT != 1:
             return
         with _losses():
             read = self._store.key_value_dir_get(f"{self._folder}/read/")
@@ -174,10 +187,12 @@ class Channel:
 
         From this thread: others are ended before what runs at exit.
         """
-        if self._sent is not None:
-            self._sent.result()
-        self._send(self._step, message)
-        self._sender.shutdown()
+        if self._sender.ident is not None:
+            self._outbox.put(None)
+            self._sender.join()
+        if self._failure is not None:
+            raise self._failure
+        self._send(message)
 
 
 def _split(joined: bytes) -> Iterator[bytes]:

@@ -3,12 +3,13 @@
 
 --asked is JSON: {"model": M, "mesh": ..., "rows": at once in all, "partitions": ..., "steps": N}.
 The leader writes one line of JSON to stdout: the seconds of its own thread that a step of decodes
-takes to schedule, to pack, and to tell the others. Not what passes: all processes may share the
-cores.
+takes to schedule, to pack, and to tell the others; not what passes, for all processes may share
+the cores. And how many functions it calls for that, which no other process disturbs.
 """
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -25,21 +26,32 @@ PROMPT_TOKENS = 16
 
 
 class Clock:
-    """The time of one thread in some calls, step by step."""
+    """What one thread spends in some calls, step by step: seconds or, once it `counts`, calls."""
 
     def __init__(self) -> None:
-        self.steps: list[float] = []
+        self.seconds: list[float] = []
+        self.calls: list[int] = []
+        self.counts = False
 
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `call`, whose time counts."""
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `call`, which the clock looks at."""
 
         def timed(*arguments: Any) -> Any:
             start = time.thread_time()
             result = call(*arguments)
-            self.steps.append(time.thread_time() - start)
+            self.seconds.append(time.thread_time() - start)
             return result
 
-        return timed
+        def counted(*arguments: Any) -> Any:
+            events: list[str] = []
+            sys.setprofile(lambda frame, event, argument: events.append(event))
+            try:
+                return call(*arguments)
+            finally:
+                sys.setprofile(None)
+                self.calls.append(sum(event.endswith("call") for event in events))
+
+        return lambda *arguments: (counted if self.counts else timed)(*arguments)
 
 
 def main() -> None:
@@ -56,7 +68,7 @@ def main() -> None:
 
 
 def measured(llm: LLM, rows: int, steps: int) -> dict[str, float]:
-    """Returns the median seconds of a step of `rows` decodes, by what they are spent on."""
+    """Returns the medians of a step of `rows` decodes: seconds, by what for, and calls."""
     engine, clocks = llm.engine, {name: Clock() for name in ("schedule", "pack", "tell")}
     params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
     for _ in range(rows):
@@ -65,16 +77,21 @@ def measured(llm: LLM, rows: int, steps: int) -> dict[str, float]:
     for _ in range(steps // 2):
         engine.step()  # all prompts are through, all rows decode
     partitions, others = engine.partitions, engine.worker.others
-    partitions.schedule = clocks["schedule"].timed(partitions.schedule)  # type: ignore[method-assign]
-    engine._pack = clocks["pack"].timed(engine._pack)  # type: ignore[method-assign]
+    partitions.schedule = clocks["schedule"].watched(partitions.schedule)  # type: ignore[method-assign]
+    engine._pack = clocks["pack"].watched(engine._pack)  # type: ignore[method-assign]
     if others is not None:
-        others.tell = clocks["tell"].timed(others.tell)  # type: ignore[method-assign]
+        others.tell = clocks["tell"].watched(others.tell)  # type: ignore[method-assign]
     for _ in range(steps // 4):
         engine.step()
-    medians = {
-        f"{name}_s": statistics.median(clock.steps or [0.0]) for name, clock in clocks.items()
+    for clock in clocks.values():
+        clock.counts = True
+    for _ in range(steps // 8):
+        engine.step()
+    seconds = {
+        f"{name}_s": statistics.median(clock.seconds or [0]) for name, clock in clocks.items()
     }
-    return medians | {"host_s": sum(medians.values())}
+    calls = sum(statistics.median(clock.calls or [0]) for clock in clocks.values())
+    return seconds | {"host_s": sum(seconds.values()), "calls": calls}
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
