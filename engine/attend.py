@@ -5,6 +5,8 @@ Letters: T tokens of a step or of one group's rows, flat; B rows of a group, U t
 groups, J pages a row, W cells a page; R blocks of a ring's queries, C numbers of a cell.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -12,9 +14,10 @@ from engine.buckets import Group
 from engine.kv import place_set, place_view
 from engine.step_config import StepConfig
 from engine.tokens import Tokens, own_tokens, ring_places
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import Rows, paged_attention
 from pallas_kernels.paged_attention.xla import by_kv_head, no_parts, output_of
-from pallas_kernels.pages import NULL_PAGE, write_cells
+from pallas_kernels.pages import NULL_PAGE, Pages
 from pallas_kernels.ring_attention import add_past, add_ring
 from sharding import Axis
 from sharding.layouts import order_of
@@ -50,16 +53,19 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
             r._replace(table_BJ=one_more(r.table_BJ), start_B=one_more(r.start_B)) for r in tables
         ]
     layout = cfg.layout
-    counts = [own_tokens(group, cfg) for group in body]
+    ends = list(itertools.accumulate(own_tokens(group, cfg) for group in body))
+    owns = [slice(first, last) for first, last in itertools.pairwise([0, *ends])]
     offsets = [t.offset for t in parts]
 
     @jax.jit  # unrolled layers share one trace
     def store_and_attend(array, q_TNH, cell_TKC, sinks_N, page_T, offset_T, window, group_rows):
-        array = write_cells(array, cell_TKC, page_T, offset_T)
-        first, outputs = 0, []
-        for group, rows, count, offset in zip(body, group_rows, counts, offsets, strict=True):
-            own = slice(first, first + count)
-            first += count
+        # All that is new before anyone looks: what is read and then written would be copied.
+        for group, own in zip(body, owns, strict=True):
+            # Those of a ring come page by page, whatever its layout.
+            run = W if group.kind == "ring" else group.width
+            array = write(array, cell_TKC[own], page_T[own], offset_T[own], run, cfg)
+        outputs = []
+        for group, rows, own, offset in zip(body, group_rows, owns, offsets, strict=True):
             if offset is not None:
                 array, out_TNV = ring_attend(
                     cfg, group, offset, array, q_TNH[own], cell_TKC[own], sinks_N, window, rows
@@ -67,9 +73,9 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
                 outputs.append(out_TNV)
                 continue
             q_BUNH = q_TNH[own].reshape(group.rows, group.width, *q_TNH.shape[1:])
-            out_BUNV = paged_attention(
+            out_BUNV, _ = paged_attention(
                 q_BUNH,
-                array,
+                Pages(array),
                 rows,
                 window,
                 scale=cfg.model.attention_scale,
@@ -77,8 +83,10 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
                 sinks_N=sinks_N,
                 values=layout.values,
                 stripes=stripes,
+                backend=cfg.attention,
+                operation="paged_attention" if layout.values[0] else "latent_attention",
             )
-            outputs.append(out_BUNV.reshape(count, *out_BUNV.shape[2:]))
+            outputs.append(out_BUNV.reshape(-1, *out_BUNV.shape[2:]))
         return array, jnp.concatenate(outputs)
 
     def attend(pool, layer, heads):
@@ -98,6 +106,18 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
         return place_set(pool, layer.place, array), out_TNV
 
     return attend
+
+
+def write(
+    array: jax.Array,
+    cell_TKC: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+    run: int,
+    cfg: StepConfig,
+) -> jax.Array:
+    """Returns the pages with new cells, whose tokens come in runs of `run`."""
+    return kv_write(Pages(array), cell_TKC, page_T, offset_T, run=run, backend=cfg.attention).cells
 
 
 def one_more(array: jax.Array) -> jax.Array:
@@ -125,7 +145,7 @@ def ring_attend(
     places = ring_places(group, cfg)
     order_T = order_of(cfg.ring_layout, group.width, axis.ways, W)
     if cfg.ring_layout != "striped":
-        array = write_run(array, axis.gather(cell_TKC, 0)[order_T], rows, offset, W, axis)
+        array = write_run(array, axis.gather(cell_TKC, 0)[order_T], rows, offset, cfg)
     q_RWNH = q_TNH.reshape(-1, W, *q_TNH.shape[1:])
     q_RKXH = by_kv_head(q_RWNH, cell_TKC.shape[1], cfg.model.attention_scale)
     values, softcap = layout.values, cfg.model.attention_softcap
@@ -165,16 +185,18 @@ def ring_attend(
 
 
 def write_run(
-    array: jax.Array, cell_TKC: jax.Array, rows: Rows, offset: jax.Array, W: int, axis: Axis
+    array: jax.Array, cell_TKC: jax.Array, rows: Rows, offset: jax.Array, cfg: StepConfig
 ) -> jax.Array:
     """Returns the pages with those cells of a run, in order, whose pages are this device's."""
+    axis, W = cfg.axis("sequence"), cfg.layout.page_size
     place_T = jnp.arange(len(cell_TKC), dtype=jnp.int32)
     index_T = (rows.start_B[0] + place_T) // W
     own_T = (index_T % axis.ways == axis.here()) & (place_T >= offset)
     own_T = own_T & (place_T < rows.count_B[0])
     inside_T = jnp.clip(index_T // axis.ways, 0, rows.table_BJ.shape[1] - 1)
     page_T = jnp.where(own_T, rows.table_BJ[0][inside_T], NULL_PAGE)
-    return write_cells(array, cell_TKC, page_T, place_T % W)
+    offset_T = (rows.start_B[0] + place_T) % W
+    return write(array, cell_TKC, page_T, offset_T, len(cell_TKC), cfg)
 
 
 def whole_runs(x_TD: jax.Array, body: tuple[Group, ...], cfg: StepConfig) -> jax.Array:

@@ -41,7 +41,7 @@ from engine.loop import Engine
 from engine.memo import Memo
 from engine.memory import available_bytes, check_pages, default_pages, device_tree_bytes
 from engine.models.config import ModelConfig
-from engine.models.split import device_config, split_config, with_slots
+from engine.models.split import device_config, split_config, with_backend, with_slots
 from engine.models.tree import fuse
 from engine.mover import Mover
 from engine.pages import FilePool, PagePool
@@ -54,6 +54,7 @@ from engine.step_config import StepConfig
 from engine.strict import CompileCounter
 from engine.waiting import Admission, Tenants
 from engine.worker import Worker
+from pallas_kernels import backends
 from sharding import (
     ALONE,
     EXPERT_PARALLEL,
@@ -152,7 +153,21 @@ def build_engine(config: EngineConfig) -> Built:
     forbidden = forbidden_ids(model, split.vocab_size)
     parts = rules.ways(mesh, "rows")
     told = ALONE if channel is None or parts == 1 else Axis(rules.mesh_axes("rows"), parts)
-    cfg = StepConfig(part, layout, shape, mesh, rules, widest, forbidden, config.ring_layout, told)
+    kind = mesh.devices.flat[0].device_kind
+    attention = backends.choose(config.attention_backend, platform, kind)
+    part = with_backend(part, backends.choose(config.matmul_backend, platform, kind))
+    cfg = StepConfig(
+        part,
+        layout,
+        shape,
+        mesh,
+        rules,
+        widest,
+        forbidden,
+        config.ring_layout,
+        told,
+        attention,
+    )
     params = abstract_parameters(model.config, mesh, rules, dtype, stacked=stacked)
     fused = not stacked and mesh.size == 1
     params = fuse(params) if fused else params
@@ -265,7 +280,7 @@ def build_engine(config: EngineConfig) -> Built:
     if config.deterministic and group.rank == 0:
         check_rows(engine, model.config.vocab_size, ladder.rows, max_model_len)
     clock.end("make the pool")
-    report(model, layout, config.mesh, num_pages, host_page, max_model_len, engine)
+    report(model, cfg, config.mesh, num_pages, host_page, max_model_len, engine)
     return Built(
         engine,
         model,
@@ -481,7 +496,7 @@ def forbidden_ids(model: Model, size: int) -> np.ndarray | None:
 
 def report(
     model: Model,
-    layout: KVLayout,
+    cfg: StepConfig,
     mesh: str,
     num_pages: int,
     host_page: int,
@@ -498,16 +513,19 @@ def report(
             host_page,
         )
     logger().info(
-        "%s, %s layers, %s%s; context %d; pool of %d pages of %d tokens (%.2f GB%s); "
+        "%s, %s layers, %s%s; attention by %s%s; context %d; pool of %d pages of %d tokens "
+        "(%.2f GB%s); "
         "%d programs, %d compiled now",
         model.config.family,
         model.config.num_layers,
-        layout.dtype.name,
+        cfg.layout.dtype.name,
         f", {mesh}" if mesh else "",
+        cfg.attention,
+        f", experts by {cfg.model.experts.backend}" if cfg.model.experts else "",
         max_model_len,
         num_pages,
         host_page,
-        num_pages * layout.page_bytes / 1e9,
+        num_pages * cfg.layout.page_bytes / 1e9,
         " a device" if mesh else "",
         len(engine.worker.programs),
         engine.stats()["programs_compiled"],

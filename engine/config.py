@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GENERATION_CONFIGS = ("auto", "none")
 BATCHING = ("continuous", "static")
 PREEMPTIONS = ("recompute", "park")
+BACKENDS = ("auto", "pallas", "xla")
 RING_LAYOUTS = ("striped", "contiguous", "zig-zag")
 POLICIES = ("fcfs", "priority", "shortest_first", "longest_prefix")
 
@@ -50,6 +51,9 @@ class EngineConfig:
     num_redundant_experts: places for further copies of experts that are much asked for.
     rebalance_interval: steps between looks at the experts' loads, after which they are placed anew
         over the expert axis; 0: they stay where they are.
+    attention_backend, matmul_backend: one of BACKENDS, who computes attention over pages, and the
+        products of experts: kernels or XLA's own code; "auto" takes kernels on TPU and GPU. On CPU
+        "pallas" has them interpreted, which is for tests.
     ring_layout: one of RING_LAYOUTS: which tokens of a long piece of a prompt each device of a
         sequence axis computes.
     memory_fraction: share of an accelerator's memory for weights, programs and pages.
@@ -93,6 +97,8 @@ class EngineConfig:
     expert_parallel: bool = False
     num_redundant_experts: int = 0
     rebalance_interval: int = 0
+    attention_backend: str = "auto"
+    matmul_backend: str = "auto"
     ring_layout: str = "striped"
     memory_fraction: float = 0.9
     prefix_cache: bool = True
@@ -143,6 +149,10 @@ class EngineConfig:
             )
         if not isinstance(self.mesh, str):
             raise ValueError(f'mesh={self.mesh!r} must be a text such as "tensor=4"; "" is one')
+        for name in ("attention_backend", "matmul_backend"):
+            if (value := getattr(self, name)) not in BACKENDS:
+                known = ", ".join(BACKENDS)
+                raise ValueError(f"{name}={value!r} is not known; use one of {known}")
         if self.ring_layout not in RING_LAYOUTS:
             known = ", ".join(RING_LAYOUTS)
             raise ValueError(f"ring_layout={self.ring_layout!r} is not known; use one of {known}")

@@ -7,8 +7,8 @@ A layer can have copies of experts. Then its matrices and biases are those of sl
 copy of some expert; "expert_slots" (int32 [E, X]) has the slots of each expert, in any order, and
 anything behind them, and "expert_copies" (int32 [E], at least 1) how many they are. Which expert is
 where is data: another placement runs the same program (`engine/expert_balance.py` makes them).
-Letters: L layers, T tokens, D width, E experts, K experts a token, S = T K sorted rows, C rows of a
-tile, F an expert's width, X the most copies of an expert. Where rows are multiplied, E are slots.
+Letters: L layers, T tokens, D width, E experts, K experts a token, S = T K sorted rows, F an
+expert's width, X the most copies of an expert. Where rows are multiplied, E are slots.
 """
 
 from typing import NamedTuple
@@ -18,12 +18,11 @@ import jax.numpy as jnp
 
 from engine.layers import ACTIVATIONS, Params, gated_mlp, matmul
 from engine.models.config import Experts
+from pallas_kernels.grouped_matmul import grouped_matmul, matrices
 from sharding import ALONE, Axis
 from sharding.exchange import exchange, exclusive_sums, sizes_of
 
 EXPERT_MATRICES = ("experts_gate", "experts_up", "experts_down")
-# On CPU a few rows are multiplied one by one, and more in tiles.
-CPU_SINGLE_ROWS, CPU_TILE = 64, 16
 _LEAST_SENT = 8  # rows from one device to another in one round
 _MOST_CAME_BYTES = 2**27  # of all rows that come to a device in one round, in float32
 
@@ -187,7 +186,7 @@ def mlps(
     """
 
     def grouped(rows, name, bias_share=1.0):
-        y = grouped_matmul(rows, p[name], sizes_E)
+        y = grouped_matmul(rows, p[name], sizes_E, backend=experts.backend)
         bias = p.get(f"{name}_bias")
         if bias is not None:
             y = y + bias.at[expert_S].get(mode="clip").astype(jnp.float32) * bias_share
@@ -253,72 +252,6 @@ def experts_of(own_Pe: jax.Array, done: jax.Array, came_P: jax.Array, rows: int)
     last_Pe = jnp.cumsum(own_Pe, axis=1)
     expert_R = jnp.sum(last_Pe[inside_R] <= place_R[:, None], axis=1, dtype=jnp.int32)
     return jnp.where(sender_R < len(came_P), expert_R, own_Pe.shape[1])
-
-
-class OfLayers(NamedTuple):
-    """The experts' matrices of all layers of a scan, and which layer's are meant.
-
-    A ragged dot takes its matrices whole: those of one layer would be copied out first.
-    """
-
-    weight_LEDF: jax.Array
-    layer: jax.Array
-
-
-def matrices(weight: jax.Array | OfLayers) -> int:
-    """Returns how many matrices a layer has on this device."""
-    return weight.weight_LEDF.shape[1] if isinstance(weight, OfLayers) else weight.shape[0]
-
-
-def grouped_matmul(x_SD: jax.Array, weight: jax.Array | OfLayers, sizes_E: jax.Array) -> jax.Array:
-    """Returns float32 y_SF: the first `sizes_E[0]` rows times the first matrix, and so on.
-
-    `weight` is [E, D, F], or that of many layers. What rows beyond the sizes' sum get is undefined.
-    """
-    if not isinstance(weight, OfLayers):
-        weight = OfLayers(weight[None], jnp.int32(0))
-    return jax.lax.platform_dependent(
-        x_SD, weight, sizes_E, cpu=_matmul_of_tiles, default=_ragged_dot
-    )
-
-
-def _ragged_dot(x_SD: jax.Array, weight: OfLayers, sizes_E: jax.Array) -> jax.Array:
-    """Of the experts of all layers in a row, those of other layers have no rows."""
-    L, E, D, F = weight.weight_LEDF.shape
-    sizes = jnp.zeros(L * E, sizes_E.dtype)
-    sizes = jax.lax.dynamic_update_slice(sizes, sizes_E, (weight.layer * E,))
-    experts = weight.weight_LEDF.reshape(L * E, D, F)
-    return jax.lax.ragged_dot(x_SD, experts, sizes, preferred_element_type=jnp.float32)
-
-
-def _matmul_of_tiles(x_SD: jax.Array, weight: OfLayers, sizes_E: jax.Array) -> jax.Array:
-    """A loop over tiles of one expert's rows, which reads no other expert.
-
-    XLA's CPU backend multiplies every row with every expert for a ragged dot.
-    """
-    S, D = x_SD.shape
-    F = weight.weight_LEDF.shape[-1]
-    size = 1 if S <= CPU_SINGLE_ROWS else CPU_TILE
-    x_SD = jnp.pad(x_SD, ((0, size - 1), (0, 0)))  # the last tile may reach over the end
-    tiles_E = -(-sizes_E // size)
-    last_E, end_E = jnp.cumsum(tiles_E), jnp.cumsum(sizes_E)
-    index_C1 = jnp.arange(size, dtype=jnp.int32)[:, None]
-
-    def one(tile, y_SF):
-        expert = jnp.searchsorted(last_E, tile, side="right").astype(jnp.int32)
-        first = tile - last_E[expert] + tiles_E[expert]
-        start = end_E[expert] - sizes_E[expert] + first * size
-        y_CF = jnp.dot(
-            jax.lax.dynamic_slice(x_SD, (start, jnp.int32(0)), (size, D)),
-            weight.weight_LEDF[weight.layer, expert],
-            preferred_element_type=jnp.float32,
-        )
-        before_CF = jax.lax.dynamic_slice(y_SF, (start, jnp.int32(0)), (size, F))
-        y_CF = jnp.where(start + index_C1 < end_E[expert], y_CF, before_CF)
-        return jax.lax.dynamic_update_slice(y_SF, y_CF, (start, jnp.int32(0)))
-
-    y_SF = jnp.zeros((S + size - 1, F), jnp.float32)
-    return jax.lax.fori_loop(0, last_E[-1], one, y_SF)[:S]
 
 
 def combined(gate_SF: jax.Array, up_SF: jax.Array, experts: Experts) -> jax.Array:

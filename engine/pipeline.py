@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.experts import EXPERT_MATRICES, OfLayers
+from engine.experts import EXPERT_MATRICES
 from engine.models.config import ModelConfig
 from engine.models.decoder import LayerData
 from engine.models.stages import stacked_layers
+from pallas_kernels.grouped_matmul import OfLayers
 
 # ((x_TD, cache), parameters, data) -> (x_TD, cache): what one layer does.
 Layer = Callable[[Any, Any, LayerData], tuple[jax.Array, Any]]

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from engine.batch import BatchShape
 from engine.kv import KVLayout
 from engine.models.config import ModelConfig
+from pallas_kernels.backends import XLA, Backend
 from sharding import ALONE, Axis, Rules
 
 
@@ -25,6 +26,7 @@ class StepConfig(NamedTuple):
     forbidden: np.ndarray | None  # bool [ids of all devices]: those never sampled, or None
     ring_layout: str = "striped"  # of sharding/layouts.py
     told: Axis = ALONE  # the rows' partitions, where each process is to have what all of them made
+    attention: Backend = XLA
 
     def axis(self, name: str) -> Axis:
         """Returns a mesh axis as the programs ask for it."""

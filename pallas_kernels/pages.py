@@ -11,11 +11,27 @@ belongs to nobody, writes that must go nowhere go there, and no query ever sees 
 Letters: P pages, K KV heads, W cells a page, C numbers a cell, T tokens, B rows, J pages of a row.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 NULL_PAGE = 0
+
+
+class Pages(NamedTuple):
+    """Pages of one layer, or of many in a row, with what stands beside their cells.
+
+    cells: [P, K, W, C]; integers and 8-bit floats are codes. scale_PK2W: float32, what each cell's
+    codes are multiplied by: those of its key and of its value or, of a latent, those of the latent
+    and of what is behind it. bias_PKW: float32, what is added to each cell's logits; -inf marks a
+    cell that nobody sees. None: there are none.
+    """
+
+    cells: jax.Array
+    scale_PK2W: jax.Array | None = None
+    bias_PKW: jax.Array | None = None
 
 
 def page_shape(kv_heads: int, page_size: int, cell_width: int) -> tuple[int, int, int]:
@@ -28,26 +44,12 @@ def page_bytes(kv_heads: int, page_size: int, cell_width: int, dtype: np.dtype) 
     return int(np.prod(page_shape(kv_heads, page_size, cell_width))) * np.dtype(dtype).itemsize
 
 
-def write_cells(
-    pool: jax.Array, cell_TKC: jax.Array, page_T: jax.Array, offset_T: jax.Array
-) -> jax.Array:
-    """Returns `pool` [P, K, W, C] with each token's cells, of C numbers or less, stored at
-    (page_T, offset_T).
-
-    What is not finite is stored as 0: a cell that a query's mask leaves out is still multiplied by
-    0, so that a NaN there would reach whoever has the page next. In place when `pool` is donated
-    or a loop carry. Tokens that must not be kept have page 0;
-    several of them may share a cell there, whose content is never read.
-    """
-    P, K, W, C = pool.shape
-    unused = C - cell_TKC.shape[-1]
-    cell_TKC = jnp.pad(cell_TKC.astype(pool.dtype), ((0, 0), (0, 0), (0, unused)))
-    cell_TKC = jnp.where(jnp.isfinite(cell_TKC), cell_TKC, 0)
-    heads_K = jnp.arange(K, dtype=jnp.int32)
-    row_TK = (page_T[:, None] * K + heads_K[None, :]) * W + offset_T[:, None]
-    # One flat axis of cells: a scatter with a single index is what XLA does in place and fast.
-    flat = pool.reshape(P * K * W, C).at[row_TK].set(cell_TKC, mode="promise_in_bounds")
-    return flat.reshape(pool.shape)
+def gather_sides(side_PKXW: jax.Array, page_BJ: jax.Array) -> jax.Array:
+    """Returns what stands beside the cells of the pages `page_BJ`, [B, K, X, J * W]."""
+    B, J = page_BJ.shape
+    side_BJKXW = side_PKXW.at[page_BJ].get(mode="promise_in_bounds")
+    _, _, K, X, W = side_BJKXW.shape
+    return side_BJKXW.transpose(0, 2, 3, 1, 4).reshape(B, K, X, J * W)
 
 
 def gather_pages(pool: jax.Array, page_BJ: jax.Array) -> jax.Array:

@@ -30,6 +30,8 @@ ENGINE_OPTIONS = (
     "expert_parallel",
     "num_redundant_experts",
     "rebalance_interval",
+    "attention_backend",
+    "matmul_backend",
     "ring_layout",
     "memory_fraction",
     "prefix_cache",
@@ -110,6 +112,10 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     )
     integer("num_redundant_experts", "Places for copies of experts that are much asked for.")
     integer("rebalance_interval", "Steps between looks at the experts' loads; 0 is never.")
+    text = "Who computes attention: auto, pallas (kernels) or xla."
+    flags.DEFINE_string("attention_backend", None, text, flag_values=values)
+    text = "Who multiplies for experts: auto, pallas (kernels) or xla."
+    flags.DEFINE_string("matmul_backend", None, text, flag_values=values)
     text = "Tokens of each device of a sequence axis: striped, contiguous or zig-zag."
     flags.DEFINE_string("ring_layout", None, text, flag_values=values)
     flags.DEFINE_float("memory_fraction", None, "Share of the memory to use.", flag_values=values)

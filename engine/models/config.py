@@ -4,6 +4,7 @@
 import dataclasses
 
 from engine.models.rope import Rope
+from pallas_kernels.backends import XLA, Backend
 from sharding import ALONE, Axis
 
 
@@ -17,7 +18,7 @@ class Experts:
     shared_width: of an MLP that sees every token, 0 if there is none, weighed by a sigmoid of its
     own if `shared_gate`.   clamp: of the gpt-oss activation, whose slope is `swish_slope`.   slots:
     places for copies of experts, of all devices together; 0: each expert has one place, in order.
-    counts: whether the tokens that choose each expert are counted.
+    counts: whether the tokens that choose each expert are counted. backend: who multiplies.
     """
 
     count: int
@@ -39,6 +40,7 @@ class Experts:
     swish_slope: float = 1.0
     slots: int = 0
     counts: bool = False
+    backend: Backend = XLA
 
     @property
     def places(self) -> int:

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.experts import EXPERT_MATRICES, OfLayers, expert_mlp
+from engine.experts import EXPERT_MATRICES, expert_mlp
 from engine.layers import Params, gated_mlp, linear, matmul, rms_norm, rotate
 from engine.models.config import Latent, ModelConfig
 from engine.models.rope import rope_tables
 from engine.vocabulary import own_places
+from pallas_kernels.grouped_matmul import OfLayers
 from pallas_kernels.paged_attention import NO_WINDOW
 
 

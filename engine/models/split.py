@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.models.config import ModelConfig
+from pallas_kernels.backends import Backend
 from sharding import Spec
 
 Transform = Callable[[np.ndarray], np.ndarray]
@@ -63,6 +64,14 @@ def kv_copies(config: ModelConfig, ways: int) -> int:
             f"use a tensor size that divides {heads}, or a multiple of it"
         )
     return max(1, ways // heads)
+
+
+def with_backend(config: ModelConfig, backend: Backend) -> ModelConfig:
+    """Returns the config with who multiplies for its experts, if it has some."""
+    if config.experts is None:
+        return config
+    experts = dataclasses.replace(config.experts, backend=backend)
+    return dataclasses.replace(config, experts=experts)
 
 
 def with_slots(config: ModelConfig, redundant: int, *, counts: bool) -> ModelConfig:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What attention needs to know of a group of rows."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -27,3 +28,23 @@ class Rows(NamedTuple):
     count_B: jax.Array  # int32 [B]: tokens of this step, at most T
     depth_BT: jax.Array | None = None  # int32 [B, T], trees only
     ancestors_BT: jax.Array | None = None  # int32 [B, T] bit sets, trees only; T <= 32
+
+
+class Call(NamedTuple):
+    """What is static of a call beside shapes.
+
+    values: which numbers of a cell are its value. ways: devices that a row's pages are dealt out
+    to. operation: what tuned block sizes are kept by. blocks: sizes in their place.
+    """
+
+    scale: float
+    values: tuple[int, int]
+    softcap: float | None = None
+    ways: int = 1
+    operation: str = "paged_attention"
+    blocks: Mapping[str, int] | None = None
+
+    @property
+    def latent(self) -> int | None:
+        """The numbers of a latent, which is the value and within the key; None: K beside V."""
+        return None if self.values[0] else self.values[1]

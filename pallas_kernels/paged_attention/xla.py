@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.rows import Rows
-from pallas_kernels.pages import gather_pages
+from pallas_kernels.paged_attention.rows import Call, Rows
+from pallas_kernels.pages import Pages, gather_pages, gather_sides
 from sharding import ALONE, Axis
 
 # Cells a block: enough that a loop turn's fixed cost is small, few enough that short contexts do
@@ -37,47 +37,65 @@ class Parts(NamedTuple):
     sum_BKXV: jax.Array
 
 
-def paged_attention(
+def attend(
     q_BTNH: jax.Array,
-    pool: jax.Array,
+    pages: Pages,
     rows: Rows,
     window: jax.Array | int,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks_N: jax.Array | None = None,
-    values: tuple[int, int] | None = None,
-    block_cells: int = BLOCK_CELLS,
+    call: Call,
     stripes: Axis = ALONE,
-) -> jax.Array:
-    """Returns the attention output [B, T, N, V] of `rows` over `pool` [P, K, W, C].
-
-    A cell's first H numbers are its key, those of `values` its value: the H after the key if not
-    given. `sinks_N` is one more logit of each head, without a value. The keys of this step are in
-    the pool already. Softmax in float32; output in q's dtype. Tokens beyond a row's count give
-    finite values that mean nothing; an idle row gives zeros.
-
-    Over `stripes`, a mesh axis, the pages of a row are dealt out in turn: place p of a device's
-    table is page p * ways + its own number of the row. All devices have all queries; each attends
-    over its own pages, and their parts are merged by their softmax sums (flash-decoding).
-    """
-    T, K = q_BTNH.shape[1], pool.shape[1]
-    values = values or (q_BTNH.shape[-1], 2 * q_BTNH.shape[-1])
-    q_BKXH = by_kv_head(q_BTNH, K, scale)
+    sinks_N: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out_BTNV, lse_BTN) as `paged_attention` has them."""
+    T, K, values = q_BTNH.shape[1], pages.cells.shape[1], call.values
+    q_BKXH = by_kv_head(q_BTNH, K, call.scale)
     begin = no_parts(q_BKXH, T, values[1] - values[0], sinks_N, stripes)
     parts = add_pages(
         begin,
         q_BKXH,
-        pool,
+        pages,
         rows,
         window,
         T=T,
-        softcap=softcap,
+        softcap=call.softcap,
         values=values,
-        block_cells=block_cells,
+        block_cells=(call.blocks or {}).get("cells", BLOCK_CELLS),
         stripes=stripes,
     )
-    return output_of(merged(parts, stripes), T, q_BTNH.dtype)
+    parts = merged(parts, stripes)
+    return output_of(parts, T, q_BTNH.dtype), lse_of(parts, T)
+
+
+def mass(
+    q_BTNH: jax.Array,
+    pages: Pages,
+    rows: Rows,
+    window: jax.Array | int,
+    lse_BTN: jax.Array,
+    call: Call,
+    stripes: Axis = ALONE,
+) -> jax.Array:
+    """Returns mass_BKS as `attention_mass` has it."""
+    (B, T, _, H), (_, K, W, _) = q_BTNH.shape, pages.cells.shape
+    q_BKXH = by_kv_head(q_BTNH, K, call.scale)
+    lse_BKX = by_kv_head(lse_BTN[..., None], K, 1.0)[..., 0]
+    real_BT = jnp.arange(T, dtype=jnp.int32)[None] < rows.count_B[:, None]
+    blocks = Blocks(pages, rows, window, T, call.values, BLOCK_CELLS, stripes, None)
+    J = rows.table_BJ.shape[1]
+    size = blocks.pages * W
+
+    def block(i, mass_BKS):
+        key_BKSH, _, bias_BKS, mask_BTS = blocks.read(i, H)
+        seen_BTS = mask_BTS & real_BT[:, :, None]
+        logits = masked_logits(q_BKXH, key_BKSH, bias_BKS, seen_BTS, call.softcap)
+        weights = jnp.where(logits > LOWEST / 2, jnp.exp(logits - lse_BKX[..., None]), 0.0)
+        cell_BS = (blocks.first_B[:, None] + i * blocks.pages) * W + jnp.arange(size)[None]
+        cell_BS = jnp.where(cell_BS < J * W, cell_BS, J * W)  # beyond the table: dropped
+        add = jax.vmap(lambda m_KS, cell_S, w_KS: m_KS.at[:, cell_S].add(w_KS, mode="drop"))
+        return add(mass_BKS, cell_BS, weights.sum(axis=2))
+
+    begin = jnp.zeros((B, K, J * W), jnp.float32)
+    return jax.lax.fori_loop(0, blocks.count, block, begin)
 
 
 def by_kv_head(q_BTNH: jax.Array, kv_heads: int, scale: float) -> jax.Array:
@@ -110,10 +128,18 @@ def output_of(parts: Parts, T: int, dtype) -> jax.Array:
     return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, K * X // T, V)
 
 
+def lse_of(parts: Parts, T: int) -> jax.Array:
+    """Returns the log-sum-exp of each query's logits, lse_BTN; LOWEST if it has none."""
+    B, K, X = parts.total_BKX.shape
+    log_BKX = parts.high_BKX + jnp.log(jnp.maximum(parts.total_BKX, 1e-30))
+    log_BKX = jnp.where(parts.total_BKX > 0, log_BKX, LOWEST)
+    return log_BKX.reshape(B, K * X // T, T).transpose(0, 2, 1)
+
+
 def add_pages(
     parts: Parts,
     q_BKXH: jax.Array,
-    pool: jax.Array,
+    pages: Pages,
     rows: Rows,
     window: jax.Array | int,
     *,
@@ -128,33 +154,69 @@ def add_pages(
 
     Of cells before `end_B` only, if given.
     """
-    (B, _, _, H), W = q_BKXH.shape, pool.shape[2]
-    ways, stripe = stripes.ways, stripes.here()
-    pages = max(1, block_cells // W)
-    if end_B is None:
-        end_B = rows.start_B + rows.count_B
-    end_B = jnp.where(rows.count_B > 0, end_B, 0)
-    # The first place of the table that anyone here sees a cell of.
-    first_B = jnp.maximum(rows.start_B - window + 1, 0) // (W * ways)
-    blocks_B = -(-(end_B - first_B * (W * ways)) // (pages * W * ways))
-    num_blocks = jnp.max(blocks_B)
+    blocks = Blocks(pages, rows, window, T, values, block_cells, stripes, end_B)
 
     def block(i, carry):
-        page_BJ = first_B[:, None] + i * pages + jnp.arange(pages, dtype=jnp.int32)[None]
+        key_BKSH, value_BKSV, bias_BKS, mask_BTS = blocks.read(i, q_BKXH.shape[-1])
+        return accumulate(carry, q_BKXH, key_BKSH, value_BKSV, mask_BTS, softcap, bias_BKS)
+
+    return jax.lax.fori_loop(0, blocks.count, block, parts)
+
+
+class Blocks:
+    """The blocks of pages that anyone of some rows sees a cell of; `count` of them, traced."""
+
+    def __init__(
+        self,
+        pages: Pages,
+        rows: Rows,
+        window: jax.Array | int,
+        T: int,
+        values: tuple[int, int],
+        block_cells: int,
+        stripes: Axis,
+        end_B: jax.Array | None,
+    ) -> None:
+        self._all, self._rows, self._window, self._T, self._values = pages, rows, window, T, values
+        self._page, self._ways, self._stripe = pages.cells.shape[2], stripes.ways, stripes.here()
+        self.pages = max(1, block_cells // self._page)
+        if end_B is None:
+            end_B = rows.start_B + rows.count_B
+        self._end_B = jnp.where(rows.count_B > 0, end_B, 0)
+        # The first place of the table that anyone here sees a cell of.
+        dealt = self._page * self._ways
+        self.first_B = jnp.maximum(rows.start_B - window + 1, 0) // dealt
+        blocks_B = -(-(self._end_B - self.first_B * dealt) // (self.pages * dealt))
+        self.count = jnp.max(blocks_B)
+
+    def read(self, i: jax.Array, H: int):
+        """Returns (key_BKSH, value_BKSV, bias_BKS or None, mask_BTS) of a block."""
+        W, rows = self._page, self._rows
+        page_BJ = self.first_B[:, None] + i * self.pages
+        page_BJ = page_BJ + jnp.arange(self.pages, dtype=jnp.int32)[None]
         # Past the table's end there is nothing to see; the clamp only keeps the read inside.
         inside_BJ = jnp.minimum(page_BJ, rows.table_BJ.shape[1] - 1)
+        number_BJ = jnp.take_along_axis(rows.table_BJ, inside_BJ, axis=1)
         # K and V together: two gathers would fetch every cell's memory twice.
-        kv = gather_pages(pool, jnp.take_along_axis(rows.table_BJ, inside_BJ, axis=1))
-        cell_BJ = (page_BJ * ways + stripe) * W
+        kv = gather_pages(self._all.cells, number_BJ)
+        if self._all.scale_PK2W is not None:
+            scale_BK2S = gather_sides(self._all.scale_PK2W, number_BJ)
+            split = self._values[0] or self._values[1]
+            is_first_C = jnp.arange(kv.shape[-1]) < split
+            kv = kv.astype(jnp.float32) * jnp.where(
+                is_first_C, scale_BK2S[:, :, 0, :, None], scale_BK2S[:, :, 1, :, None]
+            )
+        bias_BKS = None
+        if self._all.bias_PKW is not None:
+            bias_BKS = gather_sides(self._all.bias_PKW[:, :, None], number_BJ)[:, :, 0]
+        cell_BJ = (page_BJ * self._ways + self._stripe) * W
         cell_BJW = cell_BJ[:, :, None] + jnp.arange(W, dtype=jnp.int32)[None, None]
-        mask_BTS = visible(cell_BJW.reshape(B, pages * W), rows, end_B, window, T)
+        cell_BS = cell_BJW.reshape(cell_BJ.shape[0], -1)
+        mask_BTS = visible(cell_BS, rows, self._end_B, self._window, self._T)
         # A weight of 0 does not silence NaN or infinity, which cells seen by nobody may hold.
         seen_BS = mask_BTS.any(axis=1)
         kv = jnp.where(seen_BS[:, None, :, None], kv, jnp.zeros((), kv.dtype))
-        value = kv[..., values[0] : values[1]]
-        return accumulate(carry, q_BKXH, kv[..., :H], value, mask_BTS, softcap)
-
-    return jax.lax.fori_loop(0, num_blocks, block, parts)
+        return kv[..., :H], kv[..., self._values[0] : self._values[1]], bias_BKS, mask_BTS
 
 
 def visible(
@@ -199,17 +261,26 @@ def joined(one: Parts, other: Parts) -> Parts:
     return Parts(high_BKX, total_BKX, sum_BKXV)
 
 
-def accumulate(carry: Parts, q_BKXH, k_BKSH, v_BKSV, mask_BTS, softcap) -> Parts:
-    """Returns the parts with those of one more block of keys."""
-    high_BKX, total_BKX, sum_BKXV = carry
-    B, K, X, _ = q_BKXH.shape
-    _, T, S = mask_BTS.shape
+def masked_logits(q_BKXH, k_BKSH, bias_BKS, mask_BTS, softcap) -> jax.Array:
+    """Returns float32 logits [B, K, X, S], at most LOWEST where the mask or a bias of -inf is."""
+    (B, K, X, _), (_, T, S) = q_BKXH.shape, mask_BTS.shape
+    k_BKSH = k_BKSH.astype(q_BKXH.dtype)
     # K on the left is the order that XLA's CPU backend does fastest.
     logits = jnp.einsum("bksh,bkxh->bkxs", k_BKSH, q_BKXH, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    if bias_BKS is not None:
+        logits = logits + jnp.maximum(bias_BKS, LOWEST)[:, :, None]
     masked = jnp.where(mask_BTS[:, None, None], logits.reshape(B, K, X // T, T, S), LOWEST)
-    logits = masked.reshape(B, K, X, S)
+    return masked.reshape(B, K, X, S)
+
+
+def accumulate(
+    carry: Parts, q_BKXH, k_BKSH, v_BKSV, mask_BTS, softcap, bias_BKS: jax.Array | None = None
+) -> Parts:
+    """Returns the parts with those of one more block of keys."""
+    high_BKX, total_BKX, sum_BKXV = carry
+    logits = masked_logits(q_BKXH, k_BKSH, bias_BKS, mask_BTS, softcap)
     new_high_BKX = jnp.maximum(high_BKX, logits.max(axis=-1))
     # A block in which a query sees nothing: LOWEST - LOWEST would weigh 1, so the mask says 0.
     weights = jnp.where(logits > LOWEST / 2, jnp.exp(logits - new_high_BKX[..., None]), 0.0)

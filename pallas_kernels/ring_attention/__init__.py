@@ -5,6 +5,6 @@
 implementation for every platform.
 """
 
-from pallas_kernels.ring_attention.xla import add_past, add_ring, blocks_seen, ring_attention
+from pallas_kernels.ring_attention.xla import add_past, add_ring, ring_attention
 
-__all__ = ["add_past", "add_ring", "blocks_seen", "ring_attention"]
+__all__ = ["add_past", "add_ring", "ring_attention"]

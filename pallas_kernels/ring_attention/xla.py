@@ -14,10 +14,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.flash_attention.xla import add_blocks
 from pallas_kernels.paged_attention.rows import Rows
 from pallas_kernels.paged_attention.xla import (
     Parts,
-    accumulate,
     add_pages,
     by_kv_head,
     joined,
@@ -25,6 +25,7 @@ from pallas_kernels.paged_attention.xla import (
     no_parts,
     output_of,
 )
+from pallas_kernels.pages import Pages
 from sharding import Axis
 
 
@@ -121,7 +122,7 @@ def add_past(
     past = add_pages(
         no_parts(q_1KXH, C, V, None),
         q_1KXH,
-        pool,
+        Pages(pool),
         rows,
         window,
         T=C,
@@ -140,50 +141,3 @@ def add_past(
         return jnp.moveaxis(part_KGRW, 2, 0).reshape(R, K, X, *rest)
 
     return joined(parts, Parts(*(own(part) for part in past)))
-
-
-def blocks_seen(
-    own_RW: jax.Array, place_RW: jax.Array, window: jax.Array | int, first: jax.Array | int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (start_R, stop_R): which of the blocks of keys each block of queries sees any of."""
-    last_R, begin_R = place_RW[:, -1], place_RW[:, 0]
-    least_R = jnp.maximum(own_RW[:, 0] - window + 1, first)
-    start_R = jnp.sum(last_R[None] < least_R[:, None], axis=1, dtype=jnp.int32)
-    stop_R = jnp.sum(begin_R[None] <= own_RW[:, -1:], axis=1, dtype=jnp.int32)
-    idle_R = own_RW[:, -1] < first
-    return start_R, jnp.where(idle_R, start_R, stop_R)
-
-
-def add_blocks(
-    parts: Parts,
-    q_RKXH: jax.Array,
-    cell_TKC: jax.Array,
-    own_RW: jax.Array,
-    place_RW: jax.Array,
-    window: jax.Array | int,
-    softcap: float | None,
-    values: tuple[int, int],
-    first: jax.Array | int,
-) -> Parts:
-    """Returns the parts with those of the keys that one device had."""
-    R, W = own_RW.shape
-    H = q_RKXH.shape[-1]
-    start_R, stop_R = blocks_seen(own_RW, place_RW, window, first)
-    cell_RKWC = cell_TKC.reshape(R, W, *cell_TKC.shape[1:]).transpose(0, 2, 1, 3)
-
-    def queries(index, parts):
-        q_KXH, own_W = q_RKXH[index], own_RW[index]
-
-        def keys(other, carry):
-            kv = cell_RKWC[other][None]
-            distance_TS = own_W[:, None] - place_RW[other][None, :]
-            mask_TS = (distance_TS >= 0) & (distance_TS < window)
-            mask_TS = mask_TS & (place_RW[other][None, :] >= first)
-            value = kv[..., values[0] : values[1]]
-            return accumulate(carry, q_KXH[None], kv[..., :H], value, mask_TS[None], softcap)
-
-        mine = Parts(*(part[index][None] for part in parts))
-        mine = jax.lax.fori_loop(start_R[index], stop_R[index], keys, mine)
-        return Parts(*(p.at[index].set(m[0]) for p, m in zip(parts, mine, strict=True)))
-
-    return jax.lax.fori_loop(0, R, queries, parts)

@@ -12,9 +12,6 @@ from jax.sharding import PartitionSpec
 from engine.expert_balance import balance
 from engine.experts import (
     EXPERT_MATRICES,
-    OfLayers,
-    _matmul_of_tiles,
-    _ragged_dot,
     expert_counts,
     expert_mlp,
     route,
@@ -22,6 +19,7 @@ from engine.experts import (
     slots_of,
 )
 from engine.models.config import Experts
+from pallas_kernels.grouped_matmul import OfLayers
 from sharding import ALONE, Axis, make_mesh
 
 WIDTH, EXPERT_WIDTH = 16, 24
@@ -199,20 +197,6 @@ def test_the_correction_counts_for_the_choice_alone():
     assert chosen.tolist() == [[3, 0]]
     scores = sigmoid(logits[0, [3, 0]].astype(np.float64))
     np.testing.assert_allclose(weights[0], scores / scores.sum(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("multiply", [_matmul_of_tiles, _ragged_dot])
-def test_the_experts_of_one_layer_among_those_of_all(multiply, layer):
-    """As XLA has it for each platform: a layer's own matrices, and rows of padding at the end."""
-    rng = np.random.default_rng(3)
-    weight = rng.normal(size=(3, 5, WIDTH, 12)).astype(np.float32)
-    sizes = np.array([3, 0, 2, 1, 4], np.int32)
-    rows = rng.normal(size=(13, WIDTH)).astype(np.float32)
-    got = jax.jit(multiply)(rows, OfLayers(weight, jnp.int32(layer)), sizes)
-    expert = np.repeat(np.arange(5), sizes)
-    expected = np.einsum("sd,sdf->sf", rows[:10].astype(np.float64), weight[layer, expert])
-    np.testing.assert_allclose(np.asarray(got)[:10], expected, atol=1e-4)
 
 
 def test_in_bfloat16_sums_are_of_float32():

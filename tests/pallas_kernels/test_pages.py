@@ -9,10 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.pages import NULL_PAGE, gather_pages, page_bytes, page_shape, write_cells
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.pages import NULL_PAGE, Pages, gather_pages, page_bytes, page_shape
 
 P, K, W, C = 7, 2, 4, 16
-WRITE = jax.jit(write_cells)
+
+
+def write(pool, cell_TKC, page_T, offset_T):
+    return kv_write(Pages(pool), cell_TKC, page_T, offset_T).cells
+
+
+WRITE = jax.jit(write)
 
 
 @pytest.fixture
@@ -76,7 +83,7 @@ def test_a_donated_pool_is_written_in_place(pool):
     pool = jnp.array(pool)
     place = pool.unsafe_buffer_pointer()
     zero_T = np.zeros((1,), np.int32)
-    after = jax.jit(write_cells, donate_argnums=0)(pool, cell_TKC, zero_T, zero_T)
+    after = jax.jit(write, donate_argnums=0)(pool, cell_TKC, zero_T, zero_T)
     assert pool.is_deleted() and after.unsafe_buffer_pointer() == place
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.ring_attention import blocks_seen, ring_attention
+from pallas_kernels.flash_attention.xla import blocks_seen
+from pallas_kernels.ring_attention import ring_attention
 from pallas_kernels.ring_attention.reference import ring_attention_reference
 from sharding import Axis, make_mesh
 from sharding.layouts import LAYOUTS, check_layout, order_of, places_of

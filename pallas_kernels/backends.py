@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of its operations a program takes, and what their chips have room for.
+
+Each operation has a table of implementations by `Backend.kind`. One that cannot do what is asked
+says why, and XLA's own code does it, with one warning.
+"""
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import jax
+
+CHOICES = ("auto", "pallas", "xla")
+MIB = 2**20
+# Of a core's vector memory, and of what a GPU's block of threads shares: as the makers' compilers
+# have it.
+VMEM_BYTES = {"v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB}
+SHARED_BYTES = {"a100": 163 * 1024, "h100": 227 * 1024, "h200": 227 * 1024}
+# What a chip calls itself, or the beginning of it.
+KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6": "v6e",
+    "NVIDIA A100": "a100",
+    "NVIDIA H100": "h100",
+    "NVIDIA H200": "h200",
+}
+
+
+class Backend(NamedTuple):
+    """The implementation that a program takes; static.
+
+    kind: "xla", "tpu" or "gpu". chip: a name in VMEM_BYTES or SHARED_BYTES, by which tuned sizes
+    are kept; "" is none that is known. interpret: kernels run in jax's interpreter, as on a machine
+    without such a chip: True, or what a `pallas_call` takes.
+    """
+
+    kind: str = "xla"
+    chip: str = ""
+    interpret: Any = False
+
+    def __str__(self) -> str:
+        kind = "xla" if self.kind == "xla" else f"pallas for {self.chip or self.kind}"
+        return f"{kind}, interpreted" if self.interpret else kind
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What a TPU's kernels may take, the least of all chips if it is not known."""
+        return VMEM_BYTES.get(self.chip, min(VMEM_BYTES.values()))
+
+    @property
+    def shared_bytes(self) -> int:
+        """What a block of threads may share, the least of all chips if it is not known."""
+        return SHARED_BYTES.get(self.chip, min(SHARED_BYTES.values()))
+
+
+XLA = Backend()
+
+
+def choose(choice: str, platform: str, device_kind: str = "") -> Backend:
+    """Returns the backend for a choice of CHOICES on a platform of jax.
+
+    "auto" takes kernels where there are some. "pallas" where there are none interprets those for
+    TPU, which is for tests.
+    """
+    found = [chip for kind, chip in KINDS.items() if device_kind.startswith(kind)]
+    chip = found[0] if found else ""
+    kind = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(platform)
+    if choice == "xla" or (choice == "auto" and kind is None):
+        return XLA
+    return Backend(kind, chip) if kind else Backend("tpu", interpret=True)
+
+
+def too_many_to_number(array: jax.Array) -> str | None:
+    """Returns why a GPU's kernel cannot reach all of an array, or None.
+
+    jax numbers elements by 32 bits, one the sign's, up to arrays of 4 GiB.
+    """
+    if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
+        return f"an array of {array.size} elements of a byte; 2**31 can be numbered"
+    return None
+
+
+@functools.cache
+def decline(operation: str, reason: str) -> None:
+    """Warns, once, that XLA's own code stands in for a kernel."""
+    logging.getLogger("headrace").warning("%s is left to XLA: %s", operation, reason)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named cases of attention over a run, which test, benchmark and tuner share, and real shapes."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention.rows import NO_WINDOW
+
+SCALE = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """So many queries over so many cells; they end at the same place if `places` is "end"."""
+
+    queries: int
+    cells: int
+    heads: tuple[int, int] = (2, 2)
+    head_width: int = 16
+    windows: tuple[int, ...] = (NO_WINDOW,)
+    softcap: float | None = None
+    sinks: bool = False
+    latent: int | None = None
+    first: int = 0
+    places: str = "end"  # or "striped": those of two devices of four, dealt out in turn by 8
+
+    @property
+    def values(self) -> tuple[int, int] | None:
+        """Where a cell's value is."""
+        return None if self.latent is None else (0, self.latent)
+
+
+WINDOWS = (1, 7, 64, NO_WINDOW)
+CASES = {
+    "prompt": Case(queries=40, cells=40, windows=WINDOWS),
+    "prompt of one block": Case(queries=16, cells=16),
+    "prompt of one token": Case(queries=1, cells=1),
+    "prompt of many blocks": Case(queries=200, cells=200, windows=WINDOWS),
+    "prompt of no whole block": Case(queries=131, cells=131, windows=(50, NO_WINDOW)),
+    "chunk behind others": Case(queries=30, cells=170, windows=(50, NO_WINDOW)),
+    "one query": Case(queries=1, cells=90, windows=(8, NO_WINDOW)),
+    "more queries than keys": Case(queries=90, cells=20),
+    "3 to 1, capped": Case(queries=50, cells=90, heads=(6, 2), head_width=64, softcap=3.0),
+    "8 to 1": Case(queries=33, cells=70, heads=(8, 1), head_width=32),
+    "head 96": Case(queries=33, cells=70, head_width=96),
+    "head 256": Case(queries=33, cells=70, head_width=256),
+    "sinks": Case(queries=70, cells=70, heads=(4, 2), sinks=True, windows=(9, NO_WINDOW)),
+    "latent": Case(queries=70, cells=70, heads=(4, 1), head_width=24, latent=16),
+    "from a place on": Case(queries=70, cells=70, first=33, windows=(50, NO_WINDOW)),
+    "striped": Case(queries=64, cells=64, places="striped", windows=(40, NO_WINDOW)),
+    "striped, before the first": Case(queries=64, cells=64, places="striped", first=70),
+}
+
+
+def make_inputs(case: Case, dtype: Any = np.float32):
+    """Returns (q_TNH, cell_SKC, place_T, place_S)."""
+    rng = np.random.default_rng(0)
+    (N, K), H, (T, S) = case.heads, case.head_width, (case.queries, case.cells)
+    q_TNH = rng.standard_normal((T, N, H)).astype(dtype)
+    width = 2 * H if case.latent is None else H
+    cell_SKC = rng.standard_normal((S, K, width)).astype(dtype)
+    if case.places == "striped":
+        index = np.arange(T)
+        place_T, place_S = ((index // 8 * 4 + device) * 8 + index % 8 for device in (1, 2))
+    else:
+        place_T, place_S = np.arange(T) + max(0, S - T), np.arange(S)
+    made = q_TNH, cell_SKC, place_T.astype(np.int32), place_S.astype(np.int32)
+    return jax.tree.map(jnp.asarray, made)
+
+
+class Shape(NamedTuple):
+    """A prompt of a model in service on one chip."""
+
+    queries: int
+    cells: int
+    heads: tuple[int, int]
+    head_width: int
+    latent: int | None = None
+
+
+SHAPES = {
+    "llama-3.1-8b": Shape(4096, 4096, (32, 8), 128),
+    "llama-3.1-8b over 8": Shape(4096, 4096, (4, 1), 128),
+    "qwen3-30b-a3b": Shape(4096, 4096, (32, 4), 128),
+    "gemma-3-27b": Shape(2048, 4096, (32, 16), 128),
+    "smollm2-135m": Shape(2048, 2048, (9, 3), 64),
+    "deepseek-v3": Shape(1024, 1024, (16, 1), 576, 512),
+}
