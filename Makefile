@@ -25,6 +25,11 @@ $(AOT): constraints.txt | $(STAMP)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade \
 	  --target .venv/aot -c constraints.txt \
 	  'libtpu; sys_platform == "linux" and platform_machine == "x86_64"'
+	@echo "installing XLA's compiler for NVIDIA GPUs into .venv/aot/cuda" >&2
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade \
+	  --target .venv/aot/cuda -c constraints.txt \
+	  'jax-cuda12-plugin; sys_platform == "linux" and platform_machine == "x86_64"' \
+	  'jax-cuda12-pjrt; sys_platform == "linux" and platform_machine == "x86_64"'
 	@mkdir -p .venv/aot
 	@touch $@
 

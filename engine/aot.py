@@ -36,6 +36,31 @@ from sharding import RULES, make_mesh
 
 # Of a chip, as the compiler counts it.
 HBM_BYTES = {"v5e": 15.75 * 2**30, "v5p": 95.74 * 2**30, "v6e": 31.25 * 2**30}
+# NVIDIA's figures of an H100 (SXM), as XLA's `gpu_device_info` names them.
+H100: dict[str, Any] = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_core": 233472,
+    "threads_per_core_limit": 2048,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "block_dim_limit_x": 2147483647,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "memory_bandwidth": 3352320000000,
+    "l2_cache_size": 52428800,
+    "clock_rate_ghz": 1.98,
+    "device_memory_size": 84942979072,
+    "shared_memory_per_block_optin": 232448,
+    "cuda_compute_capability": ("major: 9 minor: 0",),
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+}
+H100_SOFTWARE = (
+    'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } '
+    'device_description_str: "NVIDIA H100 80GB HBM3"'
+)
 TOPOLOGY = re.compile(rf"({'|'.join(HBM_BYTES)}):\d+x\d+(x\d+)?")
 # In optimized HLO: a computation's head, a line of it, arrays, and what is called from where.
 COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(")
@@ -110,6 +135,31 @@ def compiler_settings() -> dict[str, str]:
     if importlib.util.find_spec("libtpu") is None:
         raise FileNotFoundError(f"{path} is missing, the compiler for TPUs; run make test-slow")
     return found
+
+
+def find_gpu_compiler() -> None:
+    """Has jax find the compiler for NVIDIA GPUs; FileNotFoundError where it is not installed.
+
+    Before anything asks for a device.
+    """
+    if importlib.util.find_spec("jax_cuda12_plugin") is not None:
+        return
+    folder = Path(sys.prefix, "aot/cuda")
+    if not (folder / "jax_plugins").exists():
+        raise FileNotFoundError(f"{folder} is missing, the compiler for GPUs; run make test-slow")
+    sys.path.append(str(folder))
+
+
+def gpu_device() -> Any:
+    """Returns an H100 to compile for: XLA's description of it takes the place of the card."""
+    jax.devices()  # plugins are registered with the first look for devices
+    card = "".join(
+        f"{name}: {value} " if not isinstance(value, tuple) else f"{name} {{ {value[0]} }} "
+        for name, value in H100.items()
+    )
+    config = f"gpu_device_info {{ {card}}} {H100_SOFTWARE}"
+    topology = topologies.get_topology_desc("h100", "cuda", target_config=config, topology="1x1x1")
+    return topology.devices[0]
 
 
 def check_slice_name(topology: str) -> None:

@@ -23,10 +23,10 @@ NULL_PAGE = 0
 class Pages(NamedTuple):
     """Pages of one layer, or of many in a row, with what stands beside their cells.
 
-    cells: [P, K, W, C]; integers and 8-bit floats are codes. scale_PK2W: float32, what each cell's
-    codes are multiplied by: those of its key and of its value or, of a latent, those of the latent
-    and of what is behind it. bias_PKW: float32, what is added to each cell's logits; -inf marks a
-    cell that nobody sees. None: there are none.
+    cells: [P, K, W, C], what fills a used one up being finite; integers and 8-bit floats are codes.
+    scale_PK2W: float32, what each cell's codes are multiplied by: those of its key and of its value
+    or, of a latent, those of the latent and of what is behind it. bias_PKW: float32, what is added
+    to each cell's logits; -inf marks a cell that nobody sees. None: there are none.
     """
 
     cells: jax.Array

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.backends import Backend
+from pallas_kernels.flash_attention.op import flash_attention
 from pallas_kernels.paged_attention.rows import NO_WINDOW
 
 SCALE = 0.25
@@ -90,3 +92,24 @@ SHAPES = {
     "smollm2-135m": Shape(2048, 2048, (9, 3), 64),
     "deepseek-v3": Shape(1024, 1024, (16, 1), 576, 512),
 }
+
+
+def abstract_call(shape: Shape, backend: Backend):
+    """Returns (function, abstract arguments) of a shape, as an engine on such a chip has it."""
+    array, H, (N, K) = jax.ShapeDtypeStruct, shape.head_width, shape.heads
+    values = None if shape.latent is None else (0, shape.latent)
+    width = 2 * H if shape.latent is None else H
+    places = [array((count,), jnp.int32) for count in (shape.queries, shape.cells)]
+
+    def call(q_TNH, cell_SKC, place_T, place_S, window):
+        return flash_attention(
+            q_TNH, cell_SKC, place_T, place_S, window, scale=0.1, values=values, backend=backend
+        )
+
+    q = array((shape.queries, N, H), jnp.bfloat16)
+    return call, (
+        q,
+        array((shape.cells, K, width), jnp.bfloat16),
+        *places,
+        array((), jnp.int32),
+    )

@@ -5,9 +5,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.backends import Backend
+from pallas_kernels.grouped_matmul.op import grouped_matmul
 from pallas_kernels.grouped_matmul.weights import OfLayers, QuantizedExperts, Weight
 
 CODE_TYPES = {"int8": np.dtype(np.int8), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -171,3 +174,21 @@ SHAPES = {
     "mixtral-8x7b up, 64 tokens, int8": real(128, 8, 4096, 14336, codes="int8"),
     "gpt-oss-20b up, 64 tokens": real(256, 32, 2880, 2880),
 }
+
+
+def abstract_call(case: Case, backend: Backend):
+    """Returns (function, abstract arguments) of a case of many layers."""
+    array, (E, D, F) = jax.ShapeDtypeStruct, (len(case.sizes), case.inputs, case.outputs)
+    layers = (case.layers, E)
+    dtype = jnp.dtype(case.dtype)
+    weight: Any = array((*layers, D, F), dtype)
+    if case.codes is not None:
+        codes = array((*layers, D, F), CODE_TYPES[case.codes])
+        groups = D // case.group if case.group else 1
+        weight = QuantizedExperts(codes, array((*layers, groups, F), jnp.float32))  # type: ignore[arg-type]
+    inputs = array((sum(case.sizes), D), dtype), weight, array((), jnp.int32)
+
+    def call(x_SD, weight, layer, sizes_E):
+        return grouped_matmul(x_SD, OfLayers(weight, layer), sizes_E, backend=backend)
+
+    return call, (*inputs, array((E,), jnp.int32))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.backends import Backend
+from pallas_kernels.kv_write.op import kv_write
 from pallas_kernels.pages import Pages
 
 DTYPES = {
@@ -109,3 +111,27 @@ SHAPES = {
     "deepseek-v3, chunk": Shape(16, 32, 1, 640),
     "smollm2-135m, decode": Shape(64, 1, 3, 128),
 }
+
+
+def abstract_call(shape: Shape, backend: Backend):
+    """Returns (function, abstract arguments) of a shape; its pages are the first."""
+    array = jax.ShapeDtypeStruct
+    T, K, W, P = shape.runs * shape.run, shape.heads, shape.page, 1024
+    coded = shape.dtype in ("int8", "float8")
+    scales = array((P, K, 2, W), jnp.float32) if coded else None
+    dtype = jnp.dtype(DTYPES[shape.dtype])
+    pages: Any = Pages(array((P, K, W, shape.cell), dtype), scales)  # type: ignore[arg-type]
+    places = [array((T,), jnp.int32)] * 2
+
+    def call(pages, cell_TKC, page_T, offset_T):
+        return kv_write(
+            pages,
+            cell_TKC,
+            page_T,
+            offset_T,
+            run=shape.run,
+            split=shape.cell // 2,
+            backend=backend,
+        )
+
+    return call, (pages, array((T, K, shape.cell), jnp.bfloat16), *places)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.backends import Backend
+from pallas_kernels.paged_attention.op import paged_attention
 from pallas_kernels.paged_attention.rows import NO_WINDOW, Rows
 from pallas_kernels.pages import Pages
 
@@ -75,7 +77,8 @@ CASES = {
         starts=(108, 104, 33, 3), counts=(1, 1, 1, 0), table_pages=7, blocks=(("pages", 2),)
     ),
     "decode, 3 to 1, capped": Case(**DECODE, **CAPPED, windows=TWO_WINDOWS),
-    "decode, 4 to 1": Case(**DECODE, heads=(8, 2), head_width=32),
+    "decode, 4 to 1": Case(**DECODE, heads=(8, 2), head_width=32, blocks=(("heads", 4),)),
+    "decode, 4 to 1, by two": Case(**DECODE, heads=(8, 2), head_width=32, blocks=(("heads", 2),)),
     "decode, 8 to 1": Case(**DECODE, heads=(8, 1), head_width=32),
     "decode, 5 heads alone": Case(**DECODE, heads=(5, 5)),
     "decode, pages of 32": Case(starts=(3, 100), counts=(1, 1), page=32, table_pages=4),
@@ -105,7 +108,7 @@ CASES = {
         width=40,
         heads=(4, 2),
         windows=TWO_WINDOWS,
-        blocks=(("queries", 16), ("pages", 1)),
+        blocks=(("queries", 16), ("pages", 1), ("heads", 2)),
     ),
     "chunk, 3 to 1, capped": Case(**CHUNK, **CAPPED, windows=TWO_WINDOWS),
     "chunk, table of no whole block": Case(
@@ -144,6 +147,7 @@ def make_inputs(case: Case, window: int = NO_WINDOW, dtype: Any = np.float32):
             page = table_BJ[b, j] = free.pop()
             cells = range(max(first, j * W) - j * W, min(start + count, (j + 1) * W) - j * W)
             pool_PKWC[page, :, cells, :width] = rng.standard_normal((len(cells), K, width))
+            pool_PKWC[page, :, cells, width:] = 1e30
     depth_BT: Any = None
     ancestors_BT: Any = None
     if case.tree:
@@ -191,6 +195,7 @@ class Shape(NamedTuple):
     window: int = NO_WINDOW
     softcap: float | None = None
     codes: str | None = None
+    tree: bool = False
 
 
 LLAMA, QWEN, GEMMA, SMOL = (32, 8), (32, 4), (32, 16), (9, 3)
@@ -204,7 +209,7 @@ SHAPES = {
     "llama-3.1-8b over 8, chunk": Shape(16, 32, (4, 1), 128),
     "llama-3.1-8b, decode, int8": Shape(64, 1, LLAMA, 128, page=128, codes="int8"),
     "llama-3.1-8b, decode, float8": Shape(64, 1, LLAMA, 128, page=128, codes="float8"),
-    "llama-3.1-8b, tree": Shape(16, 8, LLAMA, 128),
+    "llama-3.1-8b, tree": Shape(16, 8, LLAMA, 128, tree=True),
     "qwen3-30b-a3b, decode": Shape(64, 1, QWEN, 128),
     "qwen3-30b-a3b, chunk": Shape(16, 32, QWEN, 128),
     "gemma-3-27b, decode": Shape(64, 1, GEMMA, 128),
@@ -214,3 +219,30 @@ SHAPES = {
     "smollm2-135m, decode": Shape(64, 1, SMOL, 64),
     "smollm2-135m, chunk": Shape(16, 32, SMOL, 64),
 }
+
+
+def abstract_inputs(shape: Shape, width: int):
+    """Returns the abstract values of (q, pages, rows, window); cells have `width` numbers."""
+    array = jax.ShapeDtypeStruct
+    (N, K), J = shape.heads, shape.context // shape.page
+    B, T, W = shape.rows, shape.width, shape.page
+    dtype = jnp.dtype(CODES.get(shape.codes or "", jnp.bfloat16))
+    scales = array((B * J + 1, K, 2, W), jnp.float32) if shape.codes else None
+    pages: Any = Pages(array((B * J + 1, K, W, width), dtype), scales)  # type: ignore[arg-type]
+    row, tree = array((B,), jnp.int32), array((B, T), jnp.int32) if shape.tree else None
+    rows: Any = Rows(array((B, J), jnp.int32), row, row, tree, tree)  # type: ignore[arg-type]
+    q = array((B, T, N, shape.head_width), jnp.bfloat16)
+    return q, pages, rows, array((), jnp.int32)
+
+
+def abstract_call(shape: Shape, backend: Backend):
+    """Returns (function, abstract arguments) of a shape, as an engine on such a chip has it."""
+    lanes = 128 if backend.kind == "tpu" else 1
+    width = -(-2 * shape.head_width // lanes) * lanes
+
+    def call(q, pages, rows, window):
+        return paged_attention(
+            q, pages, rows, window, scale=0.1, softcap=shape.softcap, backend=backend
+        )
+
+    return call, abstract_inputs(shape, width)

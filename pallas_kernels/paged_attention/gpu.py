@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention for GPUs (Triton): a program a row, KV head, tile of queries and share of keys.
 
-Tiling. A program has the X queries of one KV head in a tile (all heads of its group, at least 16:
-what tensor cores take) and goes over blocks of S cells with an online softmax (FlashAttention-2,
-arXiv 2307.08691). A block's cells may lie in several pages: each cell's place in memory is reckoned
-from the table, so that nothing is gathered into memory first.
+Tiling. A program has the X queries of one KV head in a tile (heads of its group, up to 64 queries
+in all, and at least 16: what tensor cores take) and goes over blocks of S cells with an online
+softmax (FlashAttention-2, arXiv 2307.08691). A block's cells may lie in several pages: each cell's
+place in memory is reckoned from the table, so that nothing is gathered into memory first.
 
 Split. A decode has few programs for the many processors of a GPU, so a row's keys are shared out
 over `splits` programs, whose outputs XLA merges by their log-sum-exps (flash-decoding, PyTorch
@@ -34,7 +34,7 @@ Piece = tuple[int, int, int]  # of some lanes: the first, a power of two, how ma
 LEAST = 16  # of each axis of a product
 SPLIT_CELLS = 256  # that a split has at least
 PROGRAMS = 264  # two a processor of an H100
-MOST_QUERIES = 64  # of a KV head in a tile, where the group is no larger
+MOST_QUERIES = 64  # of a program
 
 
 class Tile(NamedTuple):
@@ -42,7 +42,8 @@ class Tile(NamedTuple):
 
     queries: int  # of a row in a tile
     tiles: int  # of a row
-    group: int  # query heads of a KV head
+    group: int  # query heads of a program
+    parts: int  # programs that share out the query heads of a KV head
     X: int  # queries of a KV head in a tile, filled up
     kv_heads: int
     page: int
@@ -65,6 +66,11 @@ class Tile(NamedTuple):
     softcap: float | None
 
     @property
+    def heads(self) -> int:
+        """Programs that share out all query heads."""
+        return self.kv_heads * self.parts
+
+    @property
     def width(self) -> int:
         """Numbers of the output, pieces filled up."""
         return sum(width for _, width, _ in self.values)
@@ -74,6 +80,8 @@ class Tile(NamedTuple):
         size = jnp.dtype(self.page_dtype).itemsize
         lanes = sum(width for _, width, _ in self.keys) + (self.latent is None) * self.width
         queries = self.X * sum(width for _, width, _ in self.keys)
+        if self.page_dtype != self.dtype:  # numbers made of codes, of one block
+            queries += self.cells * lanes
         return self.stages * self.cells * lanes * size + queries * jnp.dtype(self.dtype).itemsize
 
 
@@ -95,12 +103,12 @@ def power(number: int) -> int:
 
 def rule(B: int, T: int, N: int, K: int, W: int, J: int) -> dict[str, int]:
     """Returns the block sizes of shapes that nobody measured."""
-    group = N // K
-    queries = max(1, min(T, MOST_QUERIES // group))
-    programs = B * K * -(-T // queries)
+    heads = max(d for d in range(1, MOST_QUERIES + 1) if N // K % d == 0)
+    queries = max(1, min(T, MOST_QUERIES // heads))
+    programs = B * (N // heads) * -(-T // queries)
     most = max(1, J * W // SPLIT_CELLS)
-    splits = max(1, min(most, -(-PROGRAMS // programs), 64))
-    return {"queries": queries, "cells": 64, "splits": splits, "warps": 4, "stages": 3}
+    sizes = {"queries": queries, "heads": heads, "cells": 64, "warps": 4, "stages": 3}
+    return sizes | {"splits": max(1, min(most, -(-PROGRAMS // programs), 64))}
 
 
 def declines(
@@ -129,11 +137,13 @@ def tile_of(q_BTNH: jax.Array, pages: Pages, rows: Rows, call: Call, backend: Ba
     tree = rows.ancestors_BT is not None
     queries = T if tree else min(T, sizes["queries"])
     keys = cut(0, H) if latent is None else (*cut(0, latent), *cut(latent, H))
-    return Tile(
+    heads = sizes["heads"]
+    tile = Tile(
         queries=queries,
         tiles=-(-T // queries),
-        group=N // K,
-        X=max(LEAST, power(queries * (N // K))),
+        group=heads,
+        parts=N // K // heads,
+        X=max(LEAST, power(queries * heads)),
         kv_heads=K,
         page=W,
         cell=C,
@@ -154,6 +164,9 @@ def tile_of(q_BTNH: jax.Array, pages: Pages, rows: Rows, call: Call, backend: Ba
         scale=call.scale,
         softcap=call.softcap,
     )
+    while tile.shared_bytes() > backend.shared_bytes and tile.stages > 1:
+        tile = tile._replace(stages=tile.stages - 1)
+    return tile
 
 
 def attend(
@@ -171,7 +184,7 @@ def attend(
     """
     tile = tile_of(q_BTNH, pages, rows, call, backend)
     B, T, _, _ = q_BTNH.shape
-    programs = (tile.splits, B, tile.tiles, tile.kv_heads, tile.X)
+    programs = (tile.splits, B, tile.tiles, tile.heads, tile.X)
     shapes = [(*programs, tile.width), programs]
     out, lse = _call(q_BTNH, pages, rows, window, stripe, tile, backend, shapes)
     high = lse.max(axis=0)
@@ -199,9 +212,10 @@ def mass(
     """Returns mass_BKS, float32: the weights that each cell of a row's table gets in all."""
     tile = tile_of(q_BTNH, pages, rows, call, backend)
     B, S = q_BTNH.shape[0], tile.table * tile.page
-    shapes = [(tile.tiles, B, tile.kv_heads, -(-S // tile.cells) * tile.cells)]
+    shapes = [(tile.tiles, B, tile.heads, -(-S // tile.cells) * tile.cells)]
     [found] = _call(q_BTNH, pages, rows, window, stripe, tile, backend, shapes, lse_BTN)
-    return found.sum(axis=0)[..., :S]
+    found = found.sum(axis=0).reshape(B, tile.kv_heads, tile.parts, -1)
+    return found.sum(axis=2)[..., :S]
 
 
 def _call(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backend, shapes, lse_BTN=None):
@@ -221,14 +235,14 @@ def _call(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backend, sha
         inputs.append(pages.scale_PK2W)
     if tile.biased:
         inputs.append(pages.bias_PKW)
-    pairs = q_BTNH.shape[0] * tile.tiles * tile.queries * tile.group * K * tile.table * W
+    pairs = B * tile.tiles * tile.queries * tile.group * tile.heads * tile.table * W
     # What it writes into is zeros: programs write where they have been.
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes] if lse_BTN is not None else []
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile, gives_mass=lse_BTN is not None, inputs=len(inputs)),
         out_shape=outputs,
-        grid=(B, K * tile.splits, tile.tiles),
+        grid=(B, tile.heads * tile.splits, tile.tiles),
         in_specs=[pl.no_block_spec] * (len(inputs) + len(zeros)),
         out_specs=[pl.no_block_spec] * len(outputs),
         input_output_aliases={len(inputs): 0} if zeros else {},
@@ -244,26 +258,26 @@ def _call(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backend, sha
 
 
 def by_program(x_BTNY: jax.Array, tile: Tile, pieces) -> jax.Array:
-    """Returns [B, tiles, K, X, Y]: the queries of a KV head in a tile, pieces filled up."""
+    """Returns [B, tiles, heads, X, Y]: the queries of a program, pieces filled up."""
     B, T, N, _ = x_BTNY.shape
-    queries, tiles, K = tile.queries, tile.tiles, tile.kv_heads
+    queries, tiles, heads = tile.queries, tile.tiles, tile.heads
     parts = [
         jnp.pad(x_BTNY[..., lane : lane + real], ((0, 0), (0, 0), (0, 0), (0, width - real)))
         for lane, width, real in pieces
     ]
     x = jnp.concatenate(parts, axis=-1)
     x = jnp.pad(x, ((0, 0), (0, tiles * queries - T), (0, 0), (0, 0)))
-    x = x.reshape(B, tiles, queries, K, N // K, -1).transpose(0, 1, 3, 4, 2, 5)
-    x = x.reshape(B, tiles, K, queries * (N // K), -1)
+    x = x.reshape(B, tiles, queries, heads, N // heads, -1).transpose(0, 1, 3, 4, 2, 5)
+    x = x.reshape(B, tiles, heads, queries * (N // heads), -1)
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, tile.X - x.shape[3]), (0, 0)))
 
 
 def by_token(x_BIKXV: jax.Array, tile: Tile, T: int) -> jax.Array:
     """Returns [B, T, N, V] of what is by program."""
-    B, tiles, K, _, V = x_BIKXV.shape
+    B, tiles, heads, _, V = x_BIKXV.shape
     x = x_BIKXV[:, :, :, : tile.queries * tile.group]
-    x = x.reshape(B, tiles, K, tile.group, tile.queries, V).transpose(0, 1, 4, 2, 3, 5)
-    return x.reshape(B, tiles * tile.queries, K * tile.group, V)[:, :T]
+    x = x.reshape(B, tiles, heads, tile.group, tile.queries, V).transpose(0, 1, 4, 2, 3, 5)
+    return x.reshape(B, tiles * tile.queries, heads * tile.group, V)[:, :T]
 
 
 def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
@@ -274,7 +288,8 @@ def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
     lse_ref, refs_ = (refs_[0], refs_[1:]) if gives_mass else (None, refs_)
     cells_ref, *sides = refs_
     b, i = pl.program_id(0), pl.program_id(2)
-    head, split = pl.program_id(1) // tile.splits, pl.program_id(1) % tile.splits
+    part, split = pl.program_id(1) // tile.splits, pl.program_id(1) % tile.splits
+    head = part // tile.parts
     start, count = start_ref[b], count_ref[b]
     window, stripe = settings[0], settings[1]
     done = 0 if tile.tree else i * tile.queries
@@ -294,7 +309,7 @@ def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
     token_X = index_X % tile.queries + done
     pieces = [sum(w for _, w, _ in tile.keys[:n]) for n in range(len(tile.keys))]
     q_pieces = [
-        q_ref[b, i, head, :, lane : lane + width]
+        q_ref[b, i, part, :, lane : lane + width]
         for lane, (_, width, _) in zip(pieces, tile.keys, strict=True)
     ]
     if tile.tree:
@@ -359,14 +374,14 @@ def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
         return place_S, logits_XS, tuple(value_pieces), scales
 
     if lse_ref is not None:
-        lse_X = lse_ref[b, i, head]
+        lse_X = lse_ref[b, i, part]
         real_X = (token_X < count) & (index_X < tile.queries * tile.group)
 
         def add_mass(turn, nothing):
             place_S, logits_XS, _, _ = block(turn)
             weight_XS = jnp.exp(logits_XS - lse_X[:, None])
             weight_XS = jnp.where(real_X[:, None] & (logits_XS > LOWEST / 2), weight_XS, 0.0)
-            outs[0][i, b, head, place_S] = jnp.sum(weight_XS, axis=0)
+            outs[0][i, b, part, place_S] = jnp.sum(weight_XS, axis=0)
             return nothing
 
         jax.lax.fori_loop(begin, stop, add_mass, 0)
@@ -395,10 +410,10 @@ def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
     lane = 0
     for sum_XV, (_, width, _) in zip(sums, tile.values, strict=True):
         out_XV = sum_XV / jnp.maximum(total_X, 1e-30)[:, None]
-        out_ref[split, b, i, head, :, lane : lane + width] = out_XV
+        out_ref[split, b, i, part, :, lane : lane + width] = out_XV
         lane += width
     logs_X = high_X + jnp.log(jnp.maximum(total_X, 1e-30))
-    lse_out[split, b, i, head] = jnp.where(total_X > 0, logs_X, LOWEST)
+    lse_out[split, b, i, part] = jnp.where(total_X > 0, logs_X, LOWEST)
 
 
 def dot(a, b):

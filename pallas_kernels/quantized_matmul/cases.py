@@ -4,9 +4,13 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.backends import Backend
+from pallas_kernels.quantized_matmul.op import quantized_matmul
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight, pack_int4
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -146,3 +150,18 @@ SHAPES = {
     "smollm2-135m up, 8 rows, int4 by 64, W4A8": real(8, 576, 1536, "int4", 64, **W8A8),
     "smollm2-135m head, 8 rows, int8, float32": real(8, 576, 49152, "int8", None, dtype="float32"),
 }
+
+
+def abstract_call(case: Case, backend: Backend):
+    """Returns (function, abstract arguments) of a case."""
+    array, (F, D, G) = jax.ShapeDtypeStruct, (case.outputs, case.inputs, case.groups)
+    kinds: dict[str, Any] = {"int8": jnp.int8, "int4": jnp.uint8, "float8": FLOAT8}
+    columns = D // 2 if case.codes == "int4" else D
+    codes = array((F, columns), jnp.dtype(kinds[case.codes]))
+    scales = array((F, G), jnp.float32)
+    weight: Any = QuantizedWeight(codes, scales, scales if case.zeros else None)  # type: ignore[arg-type]
+
+    def call(x_TD, weight):
+        return quantized_matmul(x_TD, weight, activations=case.activations, backend=backend)
+
+    return call, (array((case.rows, D), jnp.dtype(case.dtype)), weight)

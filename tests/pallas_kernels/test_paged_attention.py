@@ -35,7 +35,7 @@ KERNELS = {"tpu": tpu, "gpu": gpu}
 BLOCKS = {
     "xla": {"cells": 32},
     "tpu": {"pages": 2, "queries": 64},
-    "gpu": {"queries": 8, "cells": 32, "splits": 2, "warps": 4, "stages": 2},
+    "gpu": {"queries": 8, "heads": 1, "cells": 32, "splits": 2, "warps": 4, "stages": 2},
 }
 
 
@@ -284,7 +284,7 @@ def test_memory_is_reckoned_and_too_much_is_declined():
         assert tpu.declines(q, wide, rows, small, backend) is None
         assert "vector memory" in tpu.declines(q, wide, rows, huge, backend)
     assert "whole registers" in tpu.declines(q, pages, rows, small, Backend("tpu", "v6e"))
-    stages = {"queries": 1, "cells": 4096, "splits": 1, "warps": 4, "stages": 4}
+    stages = {"queries": 1, "heads": 1, "cells": 65536, "splits": 1, "warps": 4, "stages": 4}
     call = Call(SCALE, (16, 32), blocks=stages)
     assert "shared memory" in gpu.declines(q, wide, rows, call, Backend("gpu", "h100"))
 
