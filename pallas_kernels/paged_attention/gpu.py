@@ -13,7 +13,8 @@ blog, October 2023). Blocks outside a row's context and window are nobody's.
 Widths. Triton's blocks are powers of two: a head of 96 is 64 and 32 beside each other, a latent
 cell of 576 is 512 and 64, and only what is left below 16 is filled up.
 
-Memory. `shared_bytes` is the formula: what the pipeline's stages hold of a block, and the queries.
+Memory. `shared_bytes` is the formula: what the pipeline's stages hold of a block, and the operands
+of products. Of sizes that do not fit, fewer stages and then fewer cells are taken.
 """
 
 import functools
@@ -79,10 +80,10 @@ class Tile(NamedTuple):
         """What a program takes of shared memory."""
         size = jnp.dtype(self.page_dtype).itemsize
         lanes = sum(width for _, width, _ in self.keys) + (self.latent is None) * self.width
-        queries = self.X * sum(width for _, width, _ in self.keys)
-        if self.page_dtype != self.dtype:  # numbers made of codes, of one block
-            queries += self.cells * lanes
-        return self.stages * self.cells * lanes * size + queries * jnp.dtype(self.dtype).itemsize
+        operands = self.X * (sum(width for _, width, _ in self.keys) + self.cells)
+        if self.page_dtype != self.dtype:  # what is made of a block's codes, for both products
+            operands += 2 * self.cells * lanes
+        return self.stages * self.cells * lanes * size + operands * jnp.dtype(self.dtype).itemsize
 
 
 def cut(first: int, last: int) -> tuple[Piece, ...]:
@@ -166,6 +167,8 @@ def tile_of(q_BTNH: jax.Array, pages: Pages, rows: Rows, call: Call, backend: Ba
     )
     while tile.shared_bytes() > backend.shared_bytes and tile.stages > 1:
         tile = tile._replace(stages=tile.stages - 1)
+    while tile.shared_bytes() > backend.shared_bytes and tile.cells > LEAST:
+        tile = tile._replace(cells=tile.cells // 2)
     return tile
 
 

@@ -284,9 +284,14 @@ def test_memory_is_reckoned_and_too_much_is_declined():
         assert tpu.declines(q, wide, rows, small, backend) is None
         assert "vector memory" in tpu.declines(q, wide, rows, huge, backend)
     assert "whole registers" in tpu.declines(q, pages, rows, small, Backend("tpu", "v6e"))
-    stages = {"queries": 1, "heads": 1, "cells": 65536, "splits": 1, "warps": 4, "stages": 4}
-    call = Call(SCALE, (16, 32), blocks=stages)
-    assert "shared memory" in gpu.declines(q, wide, rows, call, Backend("gpu", "h100"))
+    sizes = {"queries": 1, "heads": 1, "cells": 65536, "splits": 1, "warps": 4, "stages": 4}
+    call, h100 = Call(SCALE, (16, 32), blocks=sizes), Backend("gpu", "h100")
+    tile = gpu.tile_of(q, wide, rows, call, h100)
+    assert tile.stages == 1 and tile.cells < 65536 and tile.shared_bytes() <= h100.shared_bytes
+    sizes = sizes | {"queries": 2**14}
+    many = jnp.zeros((4, 2**14, 2, 16), jnp.bfloat16)
+    call = Call(SCALE, (16, 32), blocks=sizes)
+    assert "shared memory" in gpu.declines(many, wide, rows, call, h100)
 
 
 def test_what_a_kernel_declines_xla_does_with_one_warning(monkeypatch, caplog):
