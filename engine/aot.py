@@ -27,11 +27,12 @@ from engine.kv import TPU_LANES, kv_layout
 from engine.loading import abstract_parameters
 from engine.memory import device_tree_bytes
 from engine.models.config import ModelConfig
-from engine.models.split import device_config, split_config
+from engine.models.split import device_config, split_config, with_backend
 from engine.program_store import Program
 from engine.programs import ProgramFactory, total_tokens
 from engine.step_config import StepConfig
 from engine.traffic import Collective, step_traffic
+from pallas_kernels.backends import XLA, Backend
 from sharding import RULES, make_mesh
 
 # Of a chip, as the compiler counts it.
@@ -79,7 +80,8 @@ NOT_MADE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "cond
 
 class Slice(NamedTuple):
     """A model on the chips of a TPU slice, such as "v5e:2x4": so many of them along each mesh axis,
-    `rows` requests of up to `row_tokens` in each replica, `num_pages` on each chip."""
+    `rows` requests of up to `row_tokens` in each replica, `num_pages` on each chip. choice: who
+    computes attention and the products of experts, "pallas" or "xla"."""
 
     config: ModelConfig
     topology: str
@@ -90,11 +92,17 @@ class Slice(NamedTuple):
     page_size: int = 64
     step_tokens: int = 512
     dtype: Any = jax.numpy.bfloat16
+    choice: str = "pallas"
+
+    @property
+    def chip(self) -> str:
+        """The kind of its chips."""
+        return self.topology.split(":")[0]
 
     @property
     def hbm_bytes(self) -> float:
         """What a chip has for programs."""
-        return HBM_BYTES[self.topology.split(":")[0]]
+        return HBM_BYTES[self.chip]
 
 
 class DoesNotCompile(Exception):
@@ -187,6 +195,8 @@ def make_factory(case: Slice) -> tuple[ProgramFactory, Ladder]:
     mesh = make_mesh(devices[: sizes.chips], **sizes._asdict())
     dtype, ladder = np.dtype(case.dtype), Ladder(case.rows, case.step_tokens)
     part = device_config(split_config(case.config, sizes.tensor), sizes.tensor, sizes.expert)
+    backend = XLA if case.choice == "xla" else Backend("tpu", case.chip)
+    part = with_backend(part, backend)
     layout = kv_layout(part, case.page_size, dtype, lanes=TPU_LANES)
     host_page = case.page_size * sizes.sequence
     places = -(-case.row_tokens // host_page)
@@ -198,6 +208,7 @@ def make_factory(case: Slice) -> tuple[ProgramFactory, Ladder]:
         rules=RULES,
         score_tokens=max(total_tokens(body) for body in ladder.bodies),
         forbidden=None,
+        attention=backend,
     )
     params = abstract_parameters(case.config, mesh, RULES, dtype, stacked=True)
     return ProgramFactory(cfg, params, case.num_pages, stacked=True), ladder

@@ -65,14 +65,15 @@ def open_on_demand(path, **options) -> LLM:
 
 
 @functools.lru_cache(maxsize=4)  # a process may have 65,530 mappings, and a program takes many
-def golden(arch) -> LLM:
+def golden(arch, **options) -> LLM:
     """The tiny checkpoint of a family that golden figures were made of, 64 tokens a step.
 
     Gemma 3 has windows of 16 beside full attention, so four page groups in one pool; it has rows
     for several requests. The others have two bodies, of a decode and of the widest chunks.
     """
     rows = 2 if arch == "gemma3" else 1
-    llm = open_on_demand(GOLDEN / "tiny" / arch, max_num_seqs=rows, max_num_batched_tokens=64)
+    path, sizes = GOLDEN / "tiny" / arch, {"max_num_seqs": rows, "max_num_batched_tokens": 64}
+    llm = open_on_demand(path, **sizes, **options)
     if rows == 1:
         llm.built.ladder.bodies = (Group("decode", 1, 1),), (Group("chunk", 2, 32),)
     return llm

@@ -101,7 +101,7 @@ def test_a_step_tells_other_devices_what_is_planned(mesh, monkeypatch):
     """As compiled for CPU; what needs the compiler for TPUs is in test_tpu_compile.py."""
     shape, parallel = shape_of("llama", jnp.float32), Parallel(**parse_mesh(mesh))
     monkeypatch.setattr(aot, "slice_devices", lambda topology: jax.devices())
-    target = aot.Slice(shape.config, "", parallel, 4, 64, 9, 16, 64, np.float32)
+    target = aot.Slice(shape.config, "", parallel, 4, 64, 9, 16, 64, np.float32, "xla")
     factory, ladder = aot.make_factory(target)
     for body in aot.step_bodies(ladder):
         compiled = factory.body(body).lower().compile()

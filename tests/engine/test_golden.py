@@ -85,7 +85,18 @@ def test_hidden_states_are_every_layers(own_cache):
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_tiny_engine(tiny_golden, budget):
     """Chunks of 7 run padded in wider programs; windows free their pages on the way."""
-    llm, figures = tiny_golden
+    assert_tiny_engine(*tiny_golden, budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TINY)
+def test_tiny_engine_of_interpreted_kernels(arch, own_cache):
+    llm = golden(arch, attention_backend="pallas", matmul_backend="pallas")
+    assert llm.built.factory.cfg.attention.kind == "tpu"
+    assert_tiny_engine(llm, TINY[arch], budget=7)
+
+
+def assert_tiny_engine(llm, figures, budget):
     cases = figures["cases"]
     params = greedy(16, logprobs=3, prompt_logprobs=3)
     outputs = run(llm, engine_on(llm, budget=budget), [(case["ids"], params) for case in cases])
