@@ -3,7 +3,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from pallas_kernels.flash_attention.cases import CASES, SCALE, Case, make_inputs
 from pallas_kernels.flash_attention.reference import flash_attention_reference
 from pallas_kernels.paged_attention.rows import NO_WINDOW, Call
 from pallas_kernels.paged_attention.xla import LOWEST
+from tests.pallas_kernels.quick import quick_jit
 
 KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 # Small, so that there are several of each.
@@ -39,7 +39,7 @@ def settings_of(case: Case):
 
 def compare(case: Case, kind: str, windows, dtype=np.float32, tolerance=2e-5):
     inputs, more = make_inputs(case, dtype), settings_of(case)
-    operation = jax.jit(functools.partial(flash_attention, backend=KINDS[kind], **more))
+    operation = quick_jit(functools.partial(flash_attention, backend=KINDS[kind], **more))
     for window in windows:
         out, lse = operation(*inputs, jnp.int32(window))
         assert out.dtype == dtype
@@ -81,7 +81,7 @@ def test_a_constant_on_all_logits_moves_the_sum_only(kind):
     q, cells, *places = make_inputs(case)
     key, rest = cells[..., :1], cells[..., 1:]
     constant = jnp.concatenate([jnp.ones_like(key), rest], axis=-1)
-    operation = functools.partial(flash_attention, scale=1.0, backend=KINDS[kind])
+    operation = quick_jit(functools.partial(flash_attention, scale=1.0, backend=KINDS[kind]))
     (one, a), (two, b) = (
         operation(q.at[..., 0].set(c), constant, *places, NO_WINDOW) for c in (0.0, 3.0)
     )

@@ -22,6 +22,7 @@ from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.grouped_matmul.visits import most_visits, visits_of
 from pallas_kernels.grouped_matmul.weights import matrices, stacked
 from sharding import make_mesh
+from tests.pallas_kernels.quick import quick_jit
 
 BACKENDS = {
     "xla": XLA,
@@ -50,7 +51,7 @@ def small_tiles(kind):
             return grouped_matmul(x_SD, weight, sizes_E, backend=BACKENDS[kind])
 
     # Nearly all of the time is the compiler's.
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    return quick_jit(run)
 
 
 @functools.cache

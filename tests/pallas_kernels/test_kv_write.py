@@ -17,13 +17,14 @@ from pallas_kernels.kv_write import gpu, kv_write, tpu
 from pallas_kernels.kv_write.cases import CASES, Case, make_inputs
 from pallas_kernels.kv_write.reference import kv_write_reference
 from pallas_kernels.pages import Pages
+from tests.pallas_kernels.quick import quick_jit
 
 KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 
 
 def assert_written(case: Case, backend: Backend) -> None:
     inputs = make_inputs(case)
-    operation = jax.jit(
+    operation = quick_jit(
         functools.partial(kv_write, run=case.run, split=case.split, backend=backend),
         donate_argnums=0,
     )

@@ -3,7 +3,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from pallas_kernels.latent_attention.cases import CASES
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.paged_attention import NO_WINDOW, gpu, tpu
 from pallas_kernels.paged_attention.cases import SCALE, Case, extras, make_inputs
+from tests.pallas_kernels.quick import quick_jit
 
 KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 BLOCKS = {
@@ -36,7 +36,7 @@ def assert_equal(case: Case, kind: str, window: int, dtype=np.float32, tolerance
     sinks = extras(case)["sinks_N"]
     want = latent_attention_reference(*inputs, window, sinks_N=sinks, **more)
     operation = functools.partial(latent_attention, sinks_N=sinks, backend=KINDS[kind], **more)
-    out, lse = jax.jit(operation)(*inputs, jnp.int32(window))
+    out, lse = quick_jit(operation)(*inputs, jnp.int32(window))
     real_BT = np.arange(case.width)[None] < np.array(case.counts)[:, None]
     out, lse = np.asarray(out).astype(np.float64)[real_BT], np.asarray(lse)[real_BT]
     np.testing.assert_allclose(out, want.out[real_BT], rtol=tolerance, atol=tolerance)

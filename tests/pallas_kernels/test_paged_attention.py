@@ -28,6 +28,7 @@ from pallas_kernels.paged_attention.cases import CASES, SCALE, Case, extras, mak
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.rows import Call
 from pallas_kernels.paged_attention.xla import LOWEST
+from tests.pallas_kernels.quick import quick_jit
 
 KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 KERNELS = {"tpu": tpu, "gpu": gpu}
@@ -58,9 +59,9 @@ def jitted(name: str, kind: str, dtype: str = "float32", mass: bool = False):
     case, backend = CASES[name], KINDS[kind]
     more = {"scale": SCALE, "softcap": case.softcap, "values": case.values, "backend": backend}
     if mass:
-        return jax.jit(functools.partial(attention_mass, **more))
+        return quick_jit(functools.partial(attention_mass, **more))
     sinks = extras(case)["sinks_N"]
-    return jax.jit(functools.partial(paged_attention, sinks_N=sinks, **more))
+    return quick_jit(functools.partial(paged_attention, sinks_N=sinks, **more))
 
 
 def reference(case: Case, inputs, window):
@@ -171,7 +172,7 @@ def test_parts_of_the_keys_merge_by_their_sums(kind):
     # The first four pages by themselves, and the rest as a row that begins there.
     early = Rows(rows.table_BJ[:, :4], rows.start_B * 0 + 63, rows.count_B)
     late = Rows(rows.table_BJ[:, 4:], rows.start_B - 64, rows.count_B)
-    operation = functools.partial(paged_attention, scale=SCALE, backend=KINDS[kind])
+    operation = quick_jit(functools.partial(paged_attention, scale=SCALE, backend=KINDS[kind]))
     (one, a), (two, b) = (operation(q, pages, each, NO_WINDOW) for each in (early, late))
     lse = np.logaddexp(a, b)
     out = np.exp(a - lse)[..., None] * one + np.exp(b - lse)[..., None] * two
@@ -191,7 +192,8 @@ def test_random_shapes_equal_the_reference(lengths, heads, head_width, window, k
     starts, counts = zip(*lengths, strict=True)
     case = Case(starts=starts, counts=counts, width=4, heads=heads, head_width=head_width)
     inputs = make_inputs(case, window)
-    out, _ = paged_attention(*inputs, window, scale=SCALE, backend=KINDS[kind])
+    operation = functools.partial(paged_attention, scale=SCALE, backend=KINDS[kind])
+    out, _ = quick_jit(operation)(*inputs, jnp.int32(window))
     want = reference(case, inputs, window)
     np.testing.assert_allclose(out[real(case)], want.out[real(case)], rtol=2e-5, atol=2e-5)
 
@@ -206,7 +208,7 @@ def test_copies_neither_race_nor_leave_their_arrays(name):
     inputs = make_inputs(case, 37)
     want, seen_BT = reference(case, inputs, 37), real(case)
     backend = Backend("tpu", interpret=pltpu.InterpretParams(detect_races=True))
-    out, _ = jax.jit(lambda *args: tpu.attend(*args, 37, 0, call, backend))(*inputs)
+    out, _ = quick_jit(lambda *args: tpu.attend(*args, 37, 0, call, backend))(*inputs)
     np.testing.assert_allclose(out[seen_BT], want.out[seen_BT], rtol=2e-5, atol=2e-5)
     assert not races_found(), "two copies, or a copy and a read, meet in one place"
 
@@ -268,7 +270,7 @@ def count_visits(monkeypatch, inputs, window) -> list[int]:
 
     monkeypatch.setattr(tpu, "page_copies", copies)
     call = Call(SCALE, (16, 32), blocks=BLOCKS["tpu"])
-    out = jax.jit(lambda *args: tpu.attend(*args, window, 0, call, KINDS["tpu"]))(*inputs)
+    out = quick_jit(lambda *args: tpu.attend(*args, window, 0, call, KINDS["tpu"]))(*inputs)
     jax.block_until_ready(out)
     jax.effects_barrier()
     return visits

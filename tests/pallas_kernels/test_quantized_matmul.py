@@ -24,6 +24,7 @@ from pallas_kernels.quantized_matmul import (
 )
 from pallas_kernels.quantized_matmul.cases import CASES, SHAPES, Case, make_inputs
 from pallas_kernels.quantized_matmul.reference import numbers, quantized_matmul_reference
+from tests.pallas_kernels.quick import quick_jit
 
 BACKENDS = {
     "xla": XLA,
@@ -33,7 +34,6 @@ BACKENDS = {
 KERNELS = {name: BACKENDS[name] for name in ("tpu", "gpu")}
 MODULES = {"tpu": tpu, "gpu": gpu}
 # Interpreted kernels are long programs: compiling them is most of these tests' time.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
@@ -41,7 +41,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 def program(backend, activations):
     """Returns the compiled operation, of any shapes; one for all tests."""
     operation = functools.partial(quantized_matmul, backend=backend, activations=activations)
-    return jax.jit(operation, compiler_options=FAST)
+    return quick_jit(operation)
 
 
 def check(case, backend, *, seed=0):
