@@ -118,14 +118,18 @@ class Histories(RuleBasedStateMachine):
         if alive:
             self.harness.scheduler.abort(data.draw(st.sampled_from(alive)).id)
 
-    @rule(data=st.data())
-    def fork(self, data):
-        """One more goes on from where another is, as `Engine.fork` has it."""
+    @rule(data=st.data(), steps=st.integers(0, 9))
+    def fork(self, data, steps):
+        """One more goes on from where another is, as `Engine.fork` has it, some steps later."""
+        for _ in range(steps):
+            self.harness.step()
         requests = self.harness.requests
         alive = [r for r in requests if r.status is not Status.FINISHED]
         alive = [r for r in alive if r.params.prompt_logprobs is None]
         if alive and not self.setup.pinned:
-            original = data.draw(st.sampled_from(alive))
+            # Of one with a text, if there is one: by chance there are too few.
+            with_text = [request for request in alive if request.output_token_ids]
+            original = data.draw(st.sampled_from(with_text or alive))
             self.harness.scheduler.show_tail(original)
             request = original.as_new(sample=len(requests))
             request.id = len(requests)
@@ -189,8 +193,7 @@ def play(count, part=0):
     done = {key: sum(stats["cache"][key] for stats in TOTALS) for key in WANTED}
     assert all(done.values()), f"the histories leave something out: {done}"
     assert sum(stats["preemptions"] for stats in TOTALS) > count // 10
-    # What hypothesis draws depends on the modules that are there: from 2 of 100 on was seen.
-    assert sum(map(bool, FORKED)) > count // 100, "hardly any fork was of a text"
+    assert sum(map(bool, FORKED)) > count // 10, "hardly any fork was of a text"
 
 
 WANTED = (
