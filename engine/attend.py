@@ -2,7 +2,7 @@
 """How the tokens of a step meet those of their sequences: pages are written, then attended over.
 
 Letters: T tokens of a step or of one group's rows, flat; B rows of a group, U tokens a row; G page
-groups, J pages a row, W cells a page; R blocks of a ring's queries, C numbers of a cell.
+groups, J pages a row, W cells a page; C numbers of a cell.
 """
 
 import itertools
@@ -16,9 +16,8 @@ from engine.step_config import StepConfig
 from engine.tokens import Tokens, own_tokens, ring_places
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import Rows, paged_attention
-from pallas_kernels.paged_attention.xla import by_kv_head, no_parts, output_of
 from pallas_kernels.pages import NULL_PAGE, Pages
-from pallas_kernels.ring_attention import add_past, add_ring
+from pallas_kernels.ring_attention import Past, ring_attention
 from sharding import Axis
 from sharding.layouts import order_of
 
@@ -146,42 +145,22 @@ def ring_attend(
     order_T = order_of(cfg.ring_layout, group.width, axis.ways, W)
     if cfg.ring_layout != "striped":
         array = write_run(array, axis.gather(cell_TKC, 0)[order_T], rows, offset, cfg)
-    q_RWNH = q_TNH.reshape(-1, W, *q_TNH.shape[1:])
-    q_RKXH = by_kv_head(q_RWNH, cell_TKC.shape[1], cfg.model.attention_scale)
-    values, softcap = layout.values, cfg.model.attention_softcap
-    parts = no_parts(q_RKXH, W, values[1] - values[0], sinks_N)
-    parts = add_ring(
-        parts,
-        q_RKXH,
+    before = rows._replace(end_B=rows.start_B + offset)
+    out_TNV = ring_attention(
+        q_TNH,
         cell_TKC.astype(array.dtype),
         places,
         axis,
         window,
-        softcap=softcap,
-        values=values,
+        scale=cfg.model.attention_scale,
+        softcap=cfg.model.attention_softcap,
+        sinks_N=sinks_N,
+        values=layout.values,
         first=offset,
+        past=Past(Pages(array), before, order_T),
+        backend=cfg.attention,
     )
-    end = rows.start_B[0] + offset
-
-    def with_past(parts):
-        return add_past(
-            parts,
-            q_TNH,
-            array,
-            rows,
-            order_T,
-            places(axis.here()),
-            axis,
-            window,
-            end=end,
-            scale=cfg.model.attention_scale,
-            softcap=softcap,
-            values=values,
-        )
-
-    parts = jax.lax.cond(end > 0, with_past, lambda parts: parts, parts)
-    out_RWNV = output_of(parts, W, q_TNH.dtype)
-    return array, out_RWNV.reshape(q_TNH.shape[0], *out_RWNV.shape[2:])
+    return array, out_TNV
 
 
 def write_run(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operation: which implementation does it, and the sinks, which all leave to be done."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +28,9 @@ def flash_attention(
     values: tuple[int, int] | None = None,
     first: jax.Array | int = 0,
     backend: Backend = XLA,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out_TNV in q's dtype, lse_TN float32) of queries over cells.
+    """Returns (out_TNV in `dtype`, or q's, lse_TN float32) of queries over cells.
 
     A cell's first H numbers are its key, those of `values` its value: the H after the key if not
     given. `place_T` and `place_S`, int32 and rising, are where queries and keys stand in the
@@ -49,7 +52,7 @@ def flash_attention(
         q_TNH, cell_SKC, place_T, place_S, window, jnp.asarray(first, jnp.int32), call, backend
     )
     out_BTNV, lse_BTN = merge(out_TNV[None], lse_TN[None], sinks_N, ALONE)
-    return out_BTNV[0].astype(q_TNH.dtype), lse_BTN[0]
+    return out_BTNV[0].astype(dtype or q_TNH.dtype), lse_BTN[0]
 
 
 def check(q_TNH: jax.Array, cell_SKC: jax.Array, place_T: jax.Array, place_S: jax.Array) -> None:

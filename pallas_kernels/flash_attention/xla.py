@@ -40,7 +40,7 @@ def attend(
     call: Call,
     backend: Backend,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out_TNV, lse_TN) as `flash_attention` has them, without sinks."""
+    """Returns (out_TNV, lse_TN) float32, as `flash_attention` has them, without sinks."""
     T, K = q_TNH.shape[0], cell_SKC.shape[1]
     q_TNH, place_T = padded(q_TNH, place_T, BLOCK, -1)
     cell_SKC, place_S = padded(cell_SKC, place_S, BLOCK, NOWHERE)
@@ -49,7 +49,7 @@ def attend(
     parts = no_parts(q_RKXH, BLOCK, call.values[1] - call.values[0], None)
     places = place_T.reshape(-1, BLOCK), place_S.reshape(-1, BLOCK)
     parts = add_blocks(parts, q_RKXH, cell_SKC, *places, window, call.softcap, call.values, first)
-    out_RWNV, lse_RWN = output_of(parts, BLOCK, q_TNH.dtype), lse_of(parts, BLOCK)
+    out_RWNV, lse_RWN = output_of(parts, BLOCK), lse_of(parts, BLOCK)
     out_TNV = out_RWNV.reshape(len(q_TNH), *out_RWNV.shape[2:])
     return out_TNV[:T], lse_RWN.reshape(len(q_TNH), -1)[:T]
 

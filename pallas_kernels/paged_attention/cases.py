@@ -45,6 +45,7 @@ class Case:
     fill: int = 0  # numbers behind a cell that mean nothing
     table_pages: int = SPAN // PAGE
     page: int = PAGE
+    past_only: bool = False  # nobody sees the cells of this step
     blocks: tuple[tuple[str, int], ...] = ()  # sizes of a kernel's blocks, where they matter
 
     @property
@@ -119,6 +120,15 @@ CASES = {
     "chunk, int8": Case(**CHUNK, codes="int8", heads=(4, 2)),
     "chunk, float8, sinks": Case(**CHUNK, codes="float8", sinks=True),
     "chunk, latent": Case(**CHUNK, latent=16, head_width=24, heads=(4, 1), windows=TWO_WINDOWS),
+    "chunk, the past only": Case(**CHUNK, past_only=True, windows=WINDOWS),
+    "chunk in tiles, the past only": Case(
+        starts=(0, 9, 50),
+        counts=(40, 40, 17),
+        width=40,
+        past_only=True,
+        windows=(7, 45, NO_WINDOW),
+        blocks=(("queries", 16), ("pages", 1), ("cells", 16), ("splits", 3)),
+    ),
     "tree": Case(**TREE, windows=WINDOWS),
     "tree beside idle rows": Case(
         starts=(2, 9, 35, 0), counts=(5, 0, 3, 0), width=5, tree=True, windows=(3, NO_WINDOW)
@@ -143,9 +153,10 @@ def make_inputs(case: Case, window: int = NO_WINDOW, dtype: Any = np.float32):
     for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
         # As the engine does: pages wholly behind the window are given up, and read as page 0.
         first = max(0, start + 1 - window) if count else start
+        end = start + (0 if case.past_only else count)
         for j in range(first // W, -(-(start + count) // W)):
             page = table_BJ[b, j] = free.pop()
-            cells = range(max(first, j * W) - j * W, min(start + count, (j + 1) * W) - j * W)
+            cells = range(max(first, j * W) - j * W, min(end, (j + 1) * W) - j * W)
             pool_PKWC[page, :, cells, :width] = rng.standard_normal((len(cells), K, width))
             pool_PKWC[page, :, cells, width:] = 1e30
     depth_BT: Any = None
@@ -154,7 +165,8 @@ def make_inputs(case: Case, window: int = NO_WINDOW, dtype: Any = np.float32):
         depth_BT = np.tile(np.array(TREE_DEPTHS, np.int32), (B, 1))
         ancestors_BT = np.tile(np.array(TREE_ANCESTORS, np.int32), (B, 1))
     start_B, count_B = (jnp.array(row, jnp.int32) for row in (case.starts, case.counts))
-    rows = Rows(jnp.asarray(table_BJ), start_B, count_B, depth_BT, ancestors_BT)
+    end_B = start_B if case.past_only else None
+    rows = Rows(jnp.asarray(table_BJ), start_B, count_B, depth_BT, ancestors_BT, end_B)
     made = q_BTNH, make_pages(case, pool_PKWC, dtype, rng), rows
     return jax.tree.map(jnp.asarray, made)
 

@@ -225,11 +225,12 @@ def _call(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backend, sha
     """Returns what the kernel writes into arrays of these shapes."""
     B, _, _, H = q_BTNH.shape
     P, K, W, C = pages.cells.shape
-    scalars = [rows.table_BJ, rows.start_B, rows.count_B]
+    scalars = [rows.table_BJ, rows.start_B, rows.count_B, rows.ends()]
     scalars.append(jnp.stack([jnp.asarray(window, jnp.int32), jnp.asarray(stripe, jnp.int32)]))
     if tile.tree:
         pad = ((0, 0), (0, power(tile.queries) - tile.queries))
-        scalars += [jnp.pad(field, pad) for field in rows[3:] if field is not None]
+        assert rows.depth_BT is not None and rows.ancestors_BT is not None, "trees have both"
+        scalars += [jnp.pad(field, pad) for field in (rows.depth_BT, rows.ancestors_BT)]
     inputs = [*scalars, by_program(q_BTNH, tile, tile.keys)]
     if lse_BTN is not None:
         inputs.append(by_program(lse_BTN[..., None], tile, ((0, 1, 1),))[..., 0])
@@ -284,7 +285,7 @@ def by_token(x_BIKXV: jax.Array, tile: Tile, T: int) -> jax.Array:
 
 
 def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
-    table, start_ref, count_ref, settings, *refs_ = refs[:inputs]
+    table, start_ref, count_ref, end_ref, settings, *refs_ = refs[:inputs]
     outs = refs[inputs + gives_mass :]
     tree, refs_ = (refs_[:2], refs_[2:]) if tile.tree else ([], refs_)
     q_ref, *refs_ = refs_
@@ -293,16 +294,17 @@ def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
     b, i = pl.program_id(0), pl.program_id(2)
     part, split = pl.program_id(1) // tile.splits, pl.program_id(1) % tile.splits
     head = part // tile.parts
-    start, count = start_ref[b], count_ref[b]
+    start, count, end = start_ref[b], count_ref[b], end_ref[b]
     window, stripe = settings[0], settings[1]
     done = 0 if tile.tree else i * tile.queries
-    end = start + jnp.minimum(count, done + tile.queries)
+    tile_end = jnp.minimum(start + done + tile.queries, end)
     least = jnp.maximum(start + done - window + 1, 0)
     ways, shift = tile.ways, tile.page.bit_length() - 1
     # In places of this device's own table, cell by cell: what it holds of [least, end).
     first = (((least >> shift) - stripe + ways - 1) // ways) << shift
-    last = ((((end + tile.page - 1) >> shift) - stripe + ways - 1) // ways) << shift
-    last = jnp.where(count > done, jnp.minimum(last, tile.table * tile.page), first)
+    last = ((((tile_end + tile.page - 1) >> shift) - stripe + ways - 1) // ways) << shift
+    last = jnp.maximum(jnp.minimum(last, tile.table * tile.page), first)
+    last = jnp.where(count > done, last, first)
     begin, stop = first // tile.cells, (last + tile.cells - 1) // tile.cells
     share = (stop - begin + tile.splits - 1) // tile.splits
     begin = begin + split * share
@@ -325,7 +327,7 @@ def _kernel(*refs, tile: Tile, gives_mass: bool, inputs: int) -> None:
         page_S = plgpu.load(table.at[b, place_S >> shift], mask=inside_S, other=0)
         offset_S = place_S & (tile.page - 1)
         cell_S = ((((place_S >> shift) * ways + stripe) << shift) + offset_S).astype(jnp.int32)
-        used_S = inside_S & (cell_S >= least) & (cell_S < start + count)
+        used_S = inside_S & (cell_S >= least) & (cell_S < end)
         row_S = (page_S * tile.kv_heads + head) * tile.page + offset_S
 
         def numbers(lane, width, real):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operation: which implementation does it, and what all of them leave to be done after them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +28,9 @@ def paged_attention(
     stripes: Axis = ALONE,
     backend: Backend = XLA,
     operation: str = "paged_attention",
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out_BTNV in q's dtype, lse_BTN float32) of `rows` over `pages`.
+    """Returns (out_BTNV in `dtype`, or q's, lse_BTN float32) of `rows` over `pages`.
 
     A cell's first H numbers are its key, those of `values` its value: the H after the key if not
     given; (0, R) is a latent of R numbers. `sinks_N` is one more logit of each head, without a
@@ -45,11 +48,12 @@ def paged_attention(
     call = Call(scale, values, softcap, stripes.ways, operation)
     backend = chosen(q_BTNH, pages, rows, call, backend)
     if backend.kind == "xla":
-        return xla.attend(q_BTNH, pages, rows, window, call, stripes, sinks_N)
-    kernel = KERNELS[backend.kind].attend
-    out_BTNV, lse_BTN = kernel(q_BTNH, pages, rows, window, stripes.here(), call, backend)
-    out_BTNV, lse_BTN = merge(out_BTNV, lse_BTN, sinks_N, stripes)
-    return out_BTNV.astype(q_BTNH.dtype), lse_BTN
+        out_BTNV, lse_BTN = xla.attend(q_BTNH, pages, rows, window, call, stripes, sinks_N)
+    else:
+        kernel = KERNELS[backend.kind].attend
+        out_BTNV, lse_BTN = kernel(q_BTNH, pages, rows, window, stripes.here(), call, backend)
+        out_BTNV, lse_BTN = merge(out_BTNV, lse_BTN, sinks_N, stripes)
+    return out_BTNV.astype(dtype or q_BTNH.dtype), lse_BTN
 
 
 def attention_mass(

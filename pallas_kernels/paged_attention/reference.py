@@ -32,7 +32,7 @@ def paged_attention_reference(
     for b in range(B):
         table = np.asarray(rows.table_BJ[b])
         for t in range(int(rows.count_B[b])):
-            cells = np.array(seen_cells(rows, b, t, window))
+            cells = np.array(seen_cells(rows, b, t, window), int)
             where = table[cells // W], slice(None), cells % W
             kv = pool[where]  # [S, K, C]
             for n in range(N):
@@ -43,7 +43,7 @@ def paged_attention_reference(
                 if pages.bias_PKW is not None:
                     logits = logits + np.asarray(pages.bias_PKW, np.float64)[where][:, head]
                 sink = -np.inf if sinks_N is None else float(sinks_N[n])
-                high = max(logits.max(), sink)
+                high = np.max(logits, initial=sink)
                 if np.isneginf(high):
                     continue
                 weights = np.exp(logits - high)
@@ -78,4 +78,4 @@ def seen_cells(rows, b: int, t: int, window: int) -> list[int]:
             distance = depth - int(rows.depth_BT[b, j])
         if visible and distance < window:
             seen.append(start + j)
-    return seen
+    return [cell for cell in seen if rows.end_B is None or cell < int(rows.end_B[b])]

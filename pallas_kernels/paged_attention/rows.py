@@ -20,7 +20,8 @@ class Rows(NamedTuple):
     - of this step's own cells those up to t (a chunk), or those whose bit is set in
       `ancestors_BT[b, t]` (a tree: bit j says that token j is t or one of its ancestors).
 
-    The window counts the query's own cell. Rows with count 0 are idle: their output is zero.
+    The window counts the query's own cell. Rows with count 0 are idle: their output is zero. Cells
+    from `end_B[b]` on nobody sees, where it is given: those of a run that is met elsewhere.
     """
 
     table_BJ: jax.Array  # int32 [B, J]: page numbers, 0 where there is no page
@@ -28,6 +29,11 @@ class Rows(NamedTuple):
     count_B: jax.Array  # int32 [B]: tokens of this step, at most T
     depth_BT: jax.Array | None = None  # int32 [B, T], trees only
     ancestors_BT: jax.Array | None = None  # int32 [B, T] bit sets, trees only; T <= 32
+    end_B: jax.Array | None = None  # int32 [B], at most start_B + count_B, which None is
+
+    def ends(self) -> jax.Array:
+        """Returns end_B, int32: the first cell of each row that nobody sees."""
+        return self.start_B + self.count_B if self.end_B is None else self.end_B
 
 
 class Call(NamedTuple):

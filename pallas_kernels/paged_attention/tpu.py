@@ -338,7 +338,7 @@ def _scalars(rows: Rows, window, stripe, tile: Tile) -> list[jax.Array]:
     J = rows.table_BJ.shape[1]
     table_BJ = jnp.pad(rows.table_BJ, ((0, 0), (0, tile.table - J)))
     settings = jnp.stack([jnp.asarray(window, jnp.int32), jnp.asarray(stripe, jnp.int32)])
-    scalars = [table_BJ.reshape(-1), rows.start_B, rows.count_B, settings]
+    scalars = [table_BJ.reshape(-1), rows.start_B, rows.count_B, rows.ends(), settings]
     if tile.tree:
         assert rows.depth_BT is not None and rows.ancestors_BT is not None, "trees have both"
         scalars += [rows.depth_BT.reshape(-1), rows.ancestors_BT.reshape(-1)]
@@ -352,6 +352,7 @@ class _Context(NamedTuple):
     table: Any
     start: Any
     count: Any
+    end: Any
     settings: Any
     tree: tuple[Any, ...]
     pools: tuple[Any, ...]  # cells, and what there is of scales and bias
@@ -360,9 +361,9 @@ class _Context(NamedTuple):
 
     def places(self, b, i):
         """Returns (first, last + 1) of the table's places that a program looks into."""
-        tile, start, count = self.tile, self.start[b], self.count[b]
+        tile, start, count, stop = self.tile, self.start[b], self.count[b], self.end[b]
         done = 0 if tile.tree else i * tile.queries  # queries of earlier tiles
-        end = start + jnp.minimum(count, done + tile.queries)
+        end = jnp.minimum(start + done + tile.queries, stop)
         least = jnp.maximum(start + done - self.settings[0] + 1, 0)
         stripe, ways = self.settings[1], tile.ways
         first = (least // tile.page - stripe + ways - 1) // ways
@@ -407,7 +408,7 @@ def page_copies(at: _Context, page, buffer, j) -> list[Any]:
 
 
 def _kernel(*refs, tile: Tile, sides: int, scalars: int, gives_mass: bool) -> None:
-    table, start, count, settings, *tree = refs[:scalars]
+    table, start, count, end, settings, *tree = refs[:scalars]
     refs = refs[scalars:]
     q_ref, refs = refs[0], refs[1:]
     lse_ref, refs = (refs[0], refs[1:]) if gives_mass else (None, refs)
@@ -415,7 +416,7 @@ def _kernel(*refs, tile: Tile, sides: int, scalars: int, gives_mass: bool) -> No
     outs, refs = refs[: 1 if gives_mass else 2], refs[1 if gives_mass else 2 :]
     buffers, refs = refs[: sides + 1], refs[sides + 1 :]
     *sums, arrived, turn = refs
-    at = _Context(tile, table, start, count, settings, tuple(tree), pools, buffers, arrived)
+    at = _Context(tile, table, start, count, end, settings, tuple(tree), pools, buffers, arrived)
     b, i = pl.program_id(0), pl.program_id(1)
     first, last = at.blocks(b, i)
     fetch = lambda b, i, block, buffer: at.each_page(b, i, block, buffer, lambda c: c.start())  # noqa: E731
@@ -456,9 +457,9 @@ def _kernel(*refs, tile: Tile, sides: int, scalars: int, gives_mass: bool) -> No
 
             @pl.when(next_b < tile.rows)
             def _():
-                begin, end = at.blocks(next_b, next_i)
+                begin, stop = at.blocks(next_b, next_i)
 
-                @pl.when(end > begin)
+                @pl.when(stop > begin)
                 def _():
                     fetch(next_b, next_i, begin, 1 - buffer)
                     turn[1] = 1
@@ -501,7 +502,7 @@ def seen(at: _Context, b, i, block):
     cell_1S = cells_of(at, block, (1, tile.S), 1)
     start, window = at.start[b], at.settings[0]
     own_1S = cell_1S - start
-    used_1S = own_1S < at.count[b]
+    used_1S = cell_1S < at.end[b]
     if tile.queries == 1 and not tile.tree:
         token = i  # one query a tile
         distance = token - own_1S
@@ -531,8 +532,7 @@ def clear_unseen(at: _Context, b, i, block, buffer) -> None:
     tile = at.tile
     if jnp.issubdtype(tile.page_dtype, jnp.integer):
         return
-    begin, end = at.start[b], at.start[b] + at.count[b]
-    least = jnp.maximum(begin - at.settings[0] + 1, 0)
+    end, least = at.end[b], jnp.maximum(at.start[b] - at.settings[0] + 1, 0)
     first, last = at.places(b, i)
     whole = (block * tile.pages >= first) & ((block + 1) * tile.pages <= last)
     whole &= (block * tile.pages * tile.ways * tile.page >= least) & (

@@ -46,7 +46,7 @@ def attend(
     stripes: Axis = ALONE,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out_BTNV, lse_BTN) as `paged_attention` has them."""
+    """Returns (out_BTNV, lse_BTN), float32, as `paged_attention` has them."""
     T, K, values = q_BTNH.shape[1], pages.cells.shape[1], call.values
     q_BKXH = by_kv_head(q_BTNH, K, call.scale)
     begin = no_parts(q_BKXH, T, values[1] - values[0], sinks_N, stripes)
@@ -63,7 +63,7 @@ def attend(
         stripes=stripes,
     )
     parts = merged(parts, stripes)
-    return output_of(parts, T, q_BTNH.dtype), lse_of(parts, T)
+    return output_of(parts, T), lse_of(parts, T)
 
 
 def mass(
@@ -80,7 +80,7 @@ def mass(
     q_BKXH = by_kv_head(q_BTNH, K, call.scale)
     lse_BKX = by_kv_head(lse_BTN[..., None], K, 1.0)[..., 0]
     real_BT = jnp.arange(T, dtype=jnp.int32)[None] < rows.count_B[:, None]
-    blocks = Blocks(pages, rows, window, T, call.values, BLOCK_CELLS, stripes, None)
+    blocks = Blocks(pages, rows, window, T, call.values, BLOCK_CELLS, stripes)
     J = rows.table_BJ.shape[1]
     size = blocks.pages * W
 
@@ -120,11 +120,11 @@ def no_parts(
     return Parts(high, total, jnp.zeros((B, K, X, value_width), jnp.float32))
 
 
-def output_of(parts: Parts, T: int, dtype) -> jax.Array:
-    """Returns the attention output [B, T, N, V] of the parts of all keys."""
+def output_of(parts: Parts, T: int) -> jax.Array:
+    """Returns the attention output [B, T, N, V], float32, of the parts of all keys."""
     B, K, X, V = parts.sum_BKXV.shape
     out_BKXV = parts.sum_BKXV / jnp.maximum(parts.total_BKX, 1e-30)[..., None]
-    out_BKGTV = out_BKXV.astype(dtype).reshape(B, K, X // T, T, V)
+    out_BKGTV = out_BKXV.reshape(B, K, X // T, T, V)
     return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, K * X // T, V)
 
 
@@ -148,13 +148,9 @@ def add_pages(
     values: tuple[int, int],
     block_cells: int = BLOCK_CELLS,
     stripes: Axis = ALONE,
-    end_B: jax.Array | None = None,
 ) -> Parts:
-    """Returns the parts with those of this device's pages, of `T` queries a row.
-
-    Of cells before `end_B` only, if given.
-    """
-    blocks = Blocks(pages, rows, window, T, values, block_cells, stripes, end_B)
+    """Returns the parts with those of this device's pages, of `T` queries a row."""
+    blocks = Blocks(pages, rows, window, T, values, block_cells, stripes)
 
     def block(i, carry):
         key_BKSH, value_BKSV, bias_BKS, mask_BTS = blocks.read(i, q_BKXH.shape[-1])
@@ -175,14 +171,11 @@ class Blocks:
         values: tuple[int, int],
         block_cells: int,
         stripes: Axis,
-        end_B: jax.Array | None,
     ) -> None:
         self._all, self._rows, self._window, self._T, self._values = pages, rows, window, T, values
         self._page, self._ways, self._stripe = pages.cells.shape[2], stripes.ways, stripes.here()
         self.pages = max(1, block_cells // self._page)
-        if end_B is None:
-            end_B = rows.start_B + rows.count_B
-        self._end_B = jnp.where(rows.count_B > 0, end_B, 0)
+        self._end_B = jnp.where(rows.count_B > 0, rows.ends(), 0)
         # The first place of the table that anyone here sees a cell of.
         dealt = self._page * self._ways
         self.first_B = jnp.maximum(rows.start_B - window + 1, 0) // dealt
@@ -250,15 +243,6 @@ def merged(parts: Parts, axis: Axis) -> Parts:
     both = jnp.concatenate([parts.sum_BKXV, parts.total_BKX[..., None]], axis=-1)
     both = axis.sum(both * keep_BKX1)
     return Parts(high_BKX, both[..., -1], both[..., :-1])
-
-
-def joined(one: Parts, other: Parts) -> Parts:
-    """Returns the parts of two sets of keys together."""
-    high_BKX = jnp.maximum(one.high_BKX, other.high_BKX)
-    keeps = [jnp.exp(parts.high_BKX - high_BKX) for parts in (one, other)]
-    total_BKX = one.total_BKX * keeps[0] + other.total_BKX * keeps[1]
-    sum_BKXV = one.sum_BKXV * keeps[0][..., None] + other.sum_BKXV * keeps[1][..., None]
-    return Parts(high_BKX, total_BKX, sum_BKXV)
 
 
 def masked_logits(q_BKXH, k_BKSH, bias_BKS, mask_BTS, softcap) -> jax.Array:
