@@ -52,7 +52,7 @@ def load_parameters(
         read = read_parameters(checkpoint, {path: sources[path] for path in paths}, targets)
         # Waiting here keeps a device's transfer queue from holding many parameters on the host.
         return {
-            path: jax.device_put(array, targets[path].sharding).block_until_ready()
+            path: jax.device_put(array, targets[path].place).block_until_ready()
             for path, array in read.items()
         }
 

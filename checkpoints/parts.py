@@ -32,7 +32,7 @@ def load_parts(checkpoint: Checkpoint, source: Source, target: Target) -> jax.Ar
             parts[key] = read_part(checkpoint, source, target, index, last)
         return parts[key]
 
-    return jax.make_array_from_callback(target.shape, target.sharding, part)
+    return jax.make_array_from_callback(target.shape, target.place, part)
 
 
 def read_part(

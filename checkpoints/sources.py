@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 # Of the names of a stack: a place that no tensor fills, which is zeros.
 NO_TENSOR = ""
@@ -30,11 +31,18 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a parameter shall be; without a sharding it goes to the default device."""
+    """What a parameter shall be; without a sharding it goes to the default device, and without a
+    layout it lies there as XLA has it."""
 
     shape: tuple[int, ...]
     dtype: Any
     sharding: jax.sharding.Sharding | None = None
+    layout: Layout | None = None
+
+    @property
+    def place(self) -> Any:
+        """Where it goes, as jax takes it."""
+        return self.sharding if self.layout is None else Format(self.layout, self.sharding)
 
 
 def part_of(tensor: np.ndarray, source: Source) -> np.ndarray:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs compiled ahead of time for slices of TPUs, and what the compiler says of them.
+"""Programs compiled ahead of time for slices of TPUs or a GPU, and what the compiler says of them.
 
-libtpu has the compiler and the topologies of all TPUs, and needs none of them. Nothing runs: what
-can be held to is memory (what a chip has, what is updated in place) and what chips tell each other.
+libtpu has the compiler and the topologies of all TPUs, jax's plugin for CUDA that of GPUs, and they
+need none of them. Nothing runs: what can be held to is memory (what a chip has, what is updated in
+place, what is read and written) and what chips tell each other.
 """
 
 import collections
@@ -23,11 +24,13 @@ from jax.experimental import topologies
 from engine.batch import BatchShape
 from engine.buckets import Body, Ladder
 from engine.capacity import Parallel, Shape
-from engine.kv import TPU_LANES, kv_layout
+from engine.hlo import Moved, collectives, largest_temporary, moved, parsed
+from engine.kv import kv_layout, lanes_of
 from engine.loading import abstract_parameters
 from engine.memory import device_tree_bytes
 from engine.models.config import ModelConfig
 from engine.models.split import device_config, split_config, with_backend
+from engine.models.tree import fuse, is_fused, is_stacked
 from engine.program_store import Program
 from engine.programs import ProgramFactory, total_tokens
 from engine.step_config import StepConfig
@@ -58,30 +61,18 @@ H100: dict[str, Any] = {
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
 }
+GPU = "h100"
 H100_SOFTWARE = (
     'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } '
     'device_description_str: "NVIDIA H100 80GB HBM3"'
 )
 TOPOLOGY = re.compile(rf"({'|'.join(HBM_BYTES)}):\d+x\d+(x\d+)?")
-# In optimized HLO: a computation's head, a line of it, arrays, and what is called from where.
-COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(")
-LINE = re.compile(r"^\s+(?:ROOT )?%[\w.-]+ = (.*?) ([a-z][\w-]*)\(")
-ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\](\{[^}]*\})?")
-LOOP = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
-CALL = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=%([\w.-]+)")
-BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-COUNT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
-COLLECTIVES = (
-    *("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all"),
-    "reduce-scatter",
-)
-NOT_MADE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional")
 
 
 class Slice(NamedTuple):
-    """A model on the chips of a TPU slice, such as "v5e:2x4": so many of them along each mesh axis,
-    `rows` requests of up to `row_tokens` in each replica, `num_pages` on each chip. choice: who
-    computes attention and the products of experts, "pallas" or "xla"."""
+    """A model on the chips of a TPU slice, such as "v5e:2x4", or on one "h100": so many of them
+    along each mesh axis, `rows` requests of up to `row_tokens` in each replica, `num_pages` on each
+    chip. choice: who computes attention and the products of experts, "pallas" or "xla"."""
 
     config: ModelConfig
     topology: str
@@ -102,7 +93,7 @@ class Slice(NamedTuple):
     @property
     def hbm_bytes(self) -> float:
         """What a chip has for programs."""
-        return HBM_BYTES[self.chip]
+        return H100["device_memory_size"] if self.chip == GPU else HBM_BYTES[self.chip]
 
 
 class DoesNotCompile(Exception):
@@ -121,6 +112,7 @@ class Compiled(NamedTuple):
     host_output_bytes: int
     largest_temporary_bytes: int
     collectives: list[Collective]
+    moved: list[Moved]  # outside of kernels
     seconds: float
 
     @property
@@ -128,6 +120,11 @@ class Compiled(NamedTuple):
         """What a chip has to have at once, by the compiler's count."""
         new = self.output_bytes - self.aliased_bytes
         return self.argument_bytes + self.temporary_bytes + new
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a run of it reads from and writes to a chip's memory outside of kernels."""
+        return sum(one.times * (one.read_bytes + one.written_bytes) for one in self.moved)
 
 
 def compiler_settings() -> dict[str, str]:
@@ -178,6 +175,8 @@ def check_slice_name(topology: str) -> None:
 
 def slice_devices(topology: str) -> list[Any]:
     """Returns the chips of a slice; ValueError for one that there is not."""
+    if topology == GPU:
+        return [gpu_device()]
     check_slice_name(topology)
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
@@ -195,9 +194,10 @@ def make_factory(case: Slice) -> tuple[ProgramFactory, Ladder]:
     mesh = make_mesh(devices[: sizes.chips], **sizes._asdict())
     dtype, ladder = np.dtype(case.dtype), Ladder(case.rows, case.step_tokens)
     part = device_config(split_config(case.config, sizes.tensor), sizes.tensor, sizes.expert)
-    backend = XLA if case.choice == "xla" else Backend("tpu", case.chip)
+    platform = "gpu" if case.chip == GPU else "tpu"
+    backend = XLA if case.choice == "xla" else Backend(platform, case.chip)
     part = with_backend(part, backend)
-    layout = kv_layout(part, case.page_size, dtype, lanes=TPU_LANES)
+    layout = kv_layout(part, case.page_size, dtype, lanes=lanes_of(platform))
     host_page = case.page_size * sizes.sequence
     places = -(-case.row_tokens // host_page)
     cfg = StepConfig(
@@ -210,8 +210,10 @@ def make_factory(case: Slice) -> tuple[ProgramFactory, Ladder]:
         forbidden=None,
         attention=backend,
     )
-    params = abstract_parameters(case.config, mesh, RULES, dtype, stacked=True)
-    return ProgramFactory(cfg, params, case.num_pages, stacked=True), ladder
+    stacked = is_stacked(platform, stages=1)
+    params = abstract_parameters(case.config, mesh, RULES, dtype, stacked=stacked)
+    params = fuse(params) if is_fused(mesh, stacked) else params
+    return ProgramFactory(cfg, params, case.num_pages, stacked=stacked), ladder
 
 
 def step_bodies(ladder: Ladder) -> tuple[Body, Body]:
@@ -224,7 +226,7 @@ def compile_program(program: Program) -> Compiled:
     """Returns what the compiler says of a program; DoesNotCompile for one that it refuses."""
     begin = time.monotonic()
     try:
-        compiled = program.lower().compile()
+        compiled = program.compile()
     except jax.errors.JaxRuntimeError as error:
         raise DoesNotCompile(f"{program.name}: {str(error).splitlines()[0]}") from error
     seconds, memory = time.monotonic() - begin, compiled.memory_analysis()
@@ -241,95 +243,9 @@ def compile_program(program: Program) -> Compiled:
         memory.host_output_size_in_bytes,
         largest_temporary(hlo, memory.temp_size_in_bytes),
         collectives(hlo),
+        moved(hlo),
         seconds,
     )
-
-
-class Hlo(NamedTuple):
-    """A program as the compiler shows it: the lines of its computations by name."""
-
-    entry: str
-    lines: dict[str, list[str]]
-
-
-def parsed(text: str) -> Hlo:
-    """Returns a program of its text."""
-    lines: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in text.splitlines():
-        if head := COMPUTATION.match(line):
-            name = head[2]
-            lines[name] = []
-            entry = name if head[1] else entry
-        elif lines:
-            lines[name].append(line)
-    return Hlo(entry, lines)
-
-
-def called(line: str) -> list[str]:
-    """Returns the computations that a line calls, but for loops."""
-    names = CALL.findall(line)
-    for branches in BRANCHES.findall(line):
-        names += [branch.strip().lstrip("%") for branch in branches.split(",")]
-    return names
-
-
-def collectives(hlo: Hlo) -> list[Collective]:
-    """Returns the collectives of a program.
-
-    Those of a loop of a known count are there so often; what is in a loop within it, or in one
-    whose end is data, counts once a turn of the outermost known one.
-    """
-
-    def walk(name: str, times: int) -> Iterator[Collective]:
-        for line in hlo.lines[name]:
-            if found := LINE.match(line):
-                kind = found[2].removesuffix("-start")
-                if kind in COLLECTIVES:
-                    sizes = made_bytes(found[1])
-                    # A start gives the operand beside the result.
-                    size = sum(sizes) if kind == found[2] else max(sizes)
-                    yield Collective(kind, times, size)
-            if loop := LOOP.search(line):
-                yield from walk(loop[2], times if times > 1 else turns_of(hlo.lines[loop[1]]))
-            for inner in called(line):
-                yield from walk(inner, times)
-
-    return list(walk(hlo.entry, 1))
-
-
-def turns_of(condition: list[str]) -> int:
-    """Returns how often a loop turns whose condition this is; 1 if that is data."""
-    counts = [int(found[1]) for line in condition if (found := COUNT.search(line))]
-    return counts[0] if len(counts) == 1 else 1
-
-
-def made_bytes(shapes: str, *, in_hbm: bool = False) -> list[int]:
-    """Returns the bytes of each of the arrays that a line makes; of those in HBM only, if asked."""
-    return [
-        max(1, int(bits) // 8) * math.prod(int(n) for n in dims.split(",") if n)
-        for _, bits, dims, layout in ARRAY.findall(shapes)
-        if not in_hbm or "S(" not in layout  # the number of another memory
-    ]
-
-
-def largest_temporary(hlo: Hlo, total: int) -> int:
-    """Returns the bytes of the largest array that may be a temporary, of `total` bytes of them.
-
-    What is larger than all of them together is updated in place.
-    """
-
-    def walk(name: str) -> Iterator[int]:
-        for line in hlo.lines[name]:
-            if (found := LINE.match(line)) and found[2] not in NOT_MADE:
-                yield from made_bytes(found[1], in_hbm=True)
-            if loop := LOOP.search(line):
-                yield from walk(loop[2])
-            if found and found[2] != "fusion":  # what is fused is never in memory
-                for inner in called(line):
-                    yield from walk(inner)
-
-    return max((size for size in walk(hlo.entry) if size <= total), default=0)
 
 
 def planned(shape: Shape, parallel: Parallel, body: Body) -> list[Collective]:

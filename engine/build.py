@@ -26,7 +26,7 @@ from engine.disk_cache import DiskCache
 from engine.expert_places import expert_places
 from engine.fingerprint import kv_fingerprint
 from engine.host_pages import page_places, stripes_of
-from engine.kv import TPU_LANES, KVLayout, kv_layout
+from engine.kv import KVLayout, kv_layout, lanes_of
 from engine.loading import (
     Model,
     abstract_parameters,
@@ -42,7 +42,7 @@ from engine.memo import Memo
 from engine.memory import available_bytes, check_pages, default_pages, device_tree_bytes
 from engine.models.config import ModelConfig
 from engine.models.split import device_config, split_config, with_backend, with_slots
-from engine.models.tree import fuse
+from engine.models.tree import fuse, is_fused, is_stacked
 from engine.mover import Mover
 from engine.pages import FilePool, PagePool
 from engine.params import SamplingParams
@@ -132,7 +132,7 @@ def build_engine(config: EngineConfig) -> Built:
     split = split_config(model.config, ways, rules.ways(mesh, "expert_ffn"))
     stages, axes = mesh.shape["pipe"], rules.mesh_axes("experts")
     part = device_config(split, ways, rules.ways(mesh, "experts"), stages, axes)
-    form = dict(stages=stages, lanes=TPU_LANES if platform == "tpu" else 1)
+    form = dict(stages=stages, lanes=lanes_of(platform))
     layout = kv_layout(part, page_size, dtype, **form)
     ladder = Ladder(
         config.max_num_seqs,
@@ -147,7 +147,7 @@ def build_engine(config: EngineConfig) -> Built:
     host_page = page_size * mesh.shape["sequence"]
     places_a_row = -(-max_model_len // host_page)
     shape = BatchShape(len(layout.groups), places_a_row, config.max_num_seqs, host_page)
-    stacked = platform != "cpu" or stages > 1
+    stacked = is_stacked(platform, stages)
     # Ahead of all that is made in the sizes of the config: from here on tensors vouch for them.
     check_model(model, mesh, rules, dtype, stacked=stacked)
     forbidden = forbidden_ids(model, split.vocab_size)
@@ -169,7 +169,7 @@ def build_engine(config: EngineConfig) -> Built:
         attention,
     )
     params = abstract_parameters(model.config, mesh, rules, dtype, stacked=stacked)
-    fused = not stacked and mesh.size == 1
+    fused = is_fused(mesh, stacked)
     params = fuse(params) if fused else params
     programs_store = ProgramStore(store.cache_folder() / "programs")
 

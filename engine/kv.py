@@ -22,6 +22,7 @@ from pallas_kernels.pages import page_bytes, page_shape
 from sharding import Spec
 
 TPU_LANES = 128  # of a register, and of a row in memory
+
 Pool = Any  # tuple of arrays, or one array: see above
 
 
@@ -63,6 +64,11 @@ class KVLayout:
         """Returns the spec of one place of the pool."""
         shape = (num_pages, *page_shape(self.kv_heads, self.page_size, self.cell_width))
         return Spec(shape, ("pages", self.heads_axis, None, None), self.dtype)
+
+
+def lanes_of(platform: str) -> int:
+    """Returns what the numbers of a cell are filled up to a multiple of, on a platform."""
+    return TPU_LANES if platform == "tpu" else 1
 
 
 def kv_layout(

@@ -358,7 +358,8 @@ def parameter_tables(
     targets: dict[str, Target] = {}
     for path, spec in paths:
         name = jax.tree_util.keystr(path)
-        targets[name] = Target(spec.shape, spec.dtype, rules.sharding(mesh, spec))
+        place = rules.sharding(mesh, spec), rules.layout(mesh, spec)
+        targets[name] = Target(spec.shape, spec.dtype, *place)
         if path_keys(path)[-1] in (SLOTS, COPIES):
             continue  # of no checkpoint
         source = source_of(path, names, model.config, stacked, mesh.shape["pipe"], placed)

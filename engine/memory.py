@@ -88,7 +88,7 @@ def largest_programs(factory: ProgramFactory, ladder: Ladder) -> list[Program]:
 
 def temporary_bytes(program: Program) -> int:
     """Returns the temporaries of a program, which is compiled to learn them."""
-    analysis = program.lower().compile().memory_analysis()
+    analysis = program.compile().memory_analysis()
     assert analysis is not None, "accelerators report a program's memory"
     return analysis.temp_size_in_bytes
 

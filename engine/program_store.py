@@ -61,6 +61,11 @@ class Program:
         jitted = jax.jit(program, donate_argnums=self.donated, out_shardings=shardings)
         return jitted.lower(*self.arguments)
 
+    def compile(self) -> jax.stages.Compiled:
+        """Returns the program compiled for its arguments' devices."""
+        mesh = jax.tree.leaves(self.results)[0].sharding.mesh
+        return self.lower().compile(compiler_options(mesh.devices.flat[0].platform))
+
 
 def on_device(array: jax.Array, abstract: Any) -> jax.Array:
     """Returns an argument of a program in the device's memory."""
@@ -69,13 +74,16 @@ def on_device(array: jax.Array, abstract: Any) -> jax.Array:
     return jax.device_put(array, jax.memory.Space.Device)
 
 
-def compiler_options() -> dict[str, Any] | None:
-    """Returns what XLA is to do otherwise than it does by itself.
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """Returns what XLA is to do otherwise than it does by itself on a platform.
 
-    On GPUs of several processes it would share out its trials of kernels among them, and one that
-    has a program already would be waited for.
+    On TPUs it would bring a whole parameter into vector memory before a program begins, even the
+    embedding, of which a step looks into some rows. On GPUs of several processes it would share out
+    its trials of kernels among them, and one that has a program already would be waited for.
     """
-    if jax.process_count() > 1 and jax.default_backend() == "gpu":
+    if platform == "tpu":
+        return {"xla_max_cross_program_prefetches": 0}
+    if jax.process_count() > 1 and platform in ("gpu", "cuda"):
         return {"xla_gpu_shard_autotuning": False}
     return None
 
@@ -119,7 +127,7 @@ def describe(value: Any) -> str:
         where = None
         if value.sharding is not None:
             mesh = describe(getattr(value.sharding, "mesh", None))
-            where = (value.sharding.spec, mesh, value.sharding.memory_kind)
+            where = (value.sharding.spec, mesh, value.sharding.memory_kind, value.format.layout)
         return f"{value.shape}{value.dtype}{where}"
     if isinstance(value, np.ndarray):
         return f"{value.shape}{value.dtype}{hashlib.sha256(value.tobytes()).hexdigest()}"
@@ -168,7 +176,7 @@ class ProgramStore:
                 with self._lock:
                     self.loaded += 1
                 return executable
-        compiled = program.lower().compile(compiler_options())
+        compiled = program.compile()
         with self._lock:
             self.compiled += 1
         if path is not None:

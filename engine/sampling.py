@@ -183,9 +183,10 @@ def _last_reached(before_BX: jax.Array, weight_BX: jax.Array, target_B: jax.Arra
 
 def highest(values_BV: jax.Array, count: int, axis: Axis = ALONE) -> tuple[jax.Array, jax.Array]:
     """Returns (values_BC, id_BC), the `count` highest, falling; of equal ones the lowest ids."""
-    blocked = partial(_highest_of_blocks, count=count)
     top_BC, id_BC = jax.lax.platform_dependent(
-        values_BV, cpu=blocked, default=partial(_highest_of_all, count=count)
+        values_BV,
+        tpu=partial(_highest_of_all, count=count),  # which has an operation for it
+        default=partial(_highest_of_blocks, count=count),
     )
     if axis.ways == 1:
         return top_BC, id_BC
@@ -202,7 +203,7 @@ def _highest_of_all(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Ar
 def _highest_of_blocks(values_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The blocks with the highest maxima hold them: so only those are sorted.
 
-    Twice as fast on CPU.
+    Twice as fast on CPU; on GPU XLA would sort the whole vocabulary.
     """
     if values_BV.shape[1] <= 2 * count * BLOCK:
         return _highest_of_all(values_BV, count)

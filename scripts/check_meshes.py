@@ -22,7 +22,7 @@ from absl import flags
 
 from engine import aot
 from engine.capacity import Parallel, shape_of
-from engine.kv import TPU_LANES
+from engine.kv import lanes_of
 from engine.loading import read_config
 from engine.traffic import Collective
 from scripts.command_line import UsageError, run_command, usage_errors
@@ -126,7 +126,7 @@ def check(case: Case, configs: Path) -> Iterator[Checked]:
         page_size=PAGE_SIZE,
         max_model_len=case.row_tokens,
         step_tokens=target.step_tokens,
-        lanes=TPU_LANES,
+        lanes=lanes_of("tpu"),
     )
     factory, ladder = aot.make_factory(target)
     pool = factory.num_pages * factory.cfg.layout.page_bytes

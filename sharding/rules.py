@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str | None, ...]
@@ -15,11 +16,15 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One array, declared once: shape, the meaning of each axis (None: never sharded), dtype."""
+    """One array, declared once: shape, the meaning of each axis (None: never sharded), dtype.
+
+    by_rows: rows of it are looked up, so each is to lie in one piece.
+    """
 
     shape: tuple[int, ...]
     axes: Axes
     dtype: np.dtype
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -68,9 +73,21 @@ class Rules:
                 )
         return NamedSharding(mesh, partition)
 
+    def layout(self, mesh: Mesh, spec: Spec) -> Layout | None:
+        """Returns how `spec` lies in the memory of the devices of `mesh`; None: as XLA has it.
+
+        XLA for TPU lays a matrix whose rows fill no whole registers out by columns, and then turns
+        all of it round for a look into some rows.
+        """
+        is_tpu = mesh.devices.flat[0].platform == "tpu"
+        return Layout(tuple(range(len(spec.shape)))) if spec.by_rows and is_tpu else None
+
     def abstract(self, mesh: Mesh, spec: Spec) -> jax.ShapeDtypeStruct:
-        """Returns `spec` as an abstract array with its sharding on `mesh`."""
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self.sharding(mesh, spec))
+        """Returns `spec` as an abstract array with its sharding and its layout on `mesh`."""
+        place: Any = self.sharding(mesh, spec)
+        if (layout := self.layout(mesh, spec)) is not None:
+            place = Format(layout, place)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=place)
 
     def whole(self, mesh: Mesh, part: Any, axes: Axes) -> jax.ShapeDtypeStruct:
         """Returns the abstract array of which every device has a part such as `part`."""

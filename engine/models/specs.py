@@ -128,7 +128,7 @@ def outer_specs(config: ModelConfig, dtype: np.dtype) -> dict[str, Spec]:
     """Returns the parameters outside the layers."""
     V, D = config.vocab_size, config.width
     specs = {
-        "embedding": Spec((V, D), ("vocab", "width"), dtype),
+        "embedding": Spec((V, D), ("vocab", "width"), dtype, by_rows=True),
         "final_norm": Spec((D,), ("width",), F32),
     }
     if not config.tied_embeddings:

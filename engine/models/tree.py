@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree of parameters: its specs, and the form of it that suits a single CPU device."""
+"""The tree of parameters: its specs, and the form of it that suits a platform."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from engine.models.config import ModelConfig
 from engine.models.specs import layer_specs, outer_specs
@@ -30,6 +31,20 @@ def parameter_specs(
 
 # A fused parameter and what it is joined from, on the axis of outputs.
 FUSED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias")}
+
+
+def is_stacked(platform: str, stages: int) -> bool:
+    """Returns whether layers are in one array, over which a program loops.
+
+    On TPU that compiles in a sixth of the time and costs nothing. Elsewhere XLA copies each layer's
+    part out of the array in each step, and on GPU a loop would cut a step's captured graph apart.
+    """
+    return platform == "tpu" or stages > 1
+
+
+def is_fused(mesh: Mesh, stacked: bool) -> bool:
+    """Returns whether matrices of the same inputs are joined: where all are on one device."""
+    return mesh.size == 1 and not stacked
 
 
 def fuse(params: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from a compiled program, and that a step's collectives are those planned."""
+"""That a step's collectives are those planned, and what is said where there is no compiler."""
 
 import dataclasses
 
@@ -8,70 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine import aot
+from engine import aot, hlo
 from engine.capacity import Parallel
 from engine.traffic import Collective, step_traffic
 from sharding import parse_mesh
 from tests.engine.test_capacity import shape_of
-
-HLO = """HloModule jit_program, is_scheduled=true
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-%inner_condition (p: (s32[], s32[])) -> pred[] {
-  ROOT %lt.1 = pred[] compare(%gte.1, %gte.2), direction=LT
-}
-
-%inner (p: (s32[], s32[])) -> (s32[], s32[]) {
-  %rows = bf16[8,2,16]{2,1,0:T(2,128)(2,1)} ragged-all-to-all(%a, %b, %c), channel_id=1
-}
-
-%condition (p: (s32[], f32[4])) -> pred[] {
-  %constant.3 = s32[]{:T(128)} constant(5), metadata={op_name="x"}
-  ROOT %lt.2 = pred[] compare(%gte.3, %constant.3), direction=LT
-}
-
-%layer (p: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %psum = f32[4]{0} all-reduce(%x), to_apply=%add
-  %w = (s32[], s32[]) while(%tuple.1), condition=%inner_condition, body=%inner
-}
-
-%fused (p: f32[999]) -> f32[2] {
-  %twice = f32[999]{0} add(%p, %p)
-}
-
-%past (p: f32[4]) -> f32[8] {
-  %g = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), dimensions={0}
-  ROOT %d = f32[8]{0} all-gather-done(%g)
-}
-
-ENTRY %main.1 (a: f32[4]) -> f32[4] {
-  %both = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce(%a, %b), to_apply=%add
-  %large = f32[999]{0} parameter(1)
-  %near = f32[999]{0:T(128)S(1)} copy(%large)
-  %f = f32[2]{0} fusion(%large), kind=kLoop, calls=%fused
-  %c = f32[8]{0} conditional(%i, %a, %a), branch_computations={%past, %add}
-  ROOT %while.2 = (s32[], f32[4]) while(%tuple.2), condition=%condition, body=%layer
-}
-"""
-
-
-def test_collectives_are_counted_as_often_as_their_loop_turns():
-    assert aot.collectives(aot.parsed(HLO)) == [
-        Collective("all-reduce", 1, 4 * 4 + 6 * 2),
-        Collective("all-gather", 1, 32),
-        Collective("all-reduce", 5, 16),
-        Collective("ragged-all-to-all", 5, 8 * 2 * 16 * 2),
-    ]
-
-
-def test_the_largest_temporary_is_no_parameter_and_nothing_fused_or_in_place():
-    hlo = aot.parsed(HLO)
-    assert aot.largest_temporary(hlo, 10**6) == 8 * 2 * 16 * 2
-    assert aot.largest_temporary(hlo, 100) == 32
-    assert aot.largest_temporary(hlo, 3) == 0
 
 
 def test_what_differs_from_the_plan_is_named():
@@ -105,7 +46,7 @@ def test_a_step_tells_other_devices_what_is_planned(mesh, monkeypatch):
     factory, ladder = aot.make_factory(target)
     for body in aot.step_bodies(ladder):
         compiled = factory.body(body).lower().compile()
-        found = aot.collectives(aot.parsed(compiled.as_text()))
+        found = hlo.collectives(hlo.parsed(compiled.as_text()))
         assert not aot.differing(found, aot.planned(shape, parallel, body)), body
 
 

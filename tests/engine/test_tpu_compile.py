@@ -123,6 +123,41 @@ def check_collectives(what, found, case):
         assert max(one.bytes for one in found) < 2**20, f"{what}: logits cross chips, {found}"
 
 
+def check_traffic(done, factory, case, pool_bytes):
+    """Outside of kernels a step reads the weights once, and nothing but kernels looks at the pool.
+
+    What is embedded is a few rows. A step with a chunk keeps what its MLP makes in the chip's
+    memory, which 544 tokens do not leave room for elsewhere.
+    """
+    weights = aot.device_tree_bytes(factory.params)
+    if not case.config["tie_word_embeddings"]:
+        weights -= aot.device_tree_bytes(factory.params["embedding"])
+    head, layers = done["greedy"].moved_bytes, case.config["num_hidden_layers"]
+    width = case.config["intermediate_size"] // case.chips
+    for what, tokens in (("decode", 0), ("chunk+decode", case.rows + 512), ("chunk", 512)):
+        activations = layers * tokens * 4 * width * 2  # gate and up: written and read
+        moved = done[what].moved_bytes + head
+        ratio = moved / weights
+        print(f"{what}: {moved / 1e6:.1f} MB outside of kernels, {ratio:.3f} x the weights")
+        assert moved <= 1.1 * weights + activations, what
+        assert not touches(done[what], pool_bytes), f"{what}: the pool is read outside of kernels"
+
+
+def touches(compiled, size):
+    """Returns the operations outside of kernels that read or make an array of so many bytes."""
+    return [one.name for one in compiled.moved if size in (*one.operand_bytes, *one.made_bytes)]
+
+
+@pytest.mark.slow
+def test_what_looks_at_pages_outside_of_kernels_is_seen(libtpu):
+    """The check above finds it in XLA's own attention, which gathers blocks of pages."""
+    case = Case(SMOLLM2 | {"num_hidden_layers": 2}, "v5e:2x2", 1, 32, 8192, 65536)
+    target = slice_of(case, llama.from_hf(case.config))._replace(choice="xla")
+    factory, ladder = aot.make_factory(target)
+    compiled = aot.compile_program(largest_programs(factory, ladder)["decode"])
+    assert touches(compiled, factory.num_pages * factory.cfg.layout.page_bytes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_programs_compile_for_tpu(name, libtpu, capsys):
@@ -151,6 +186,7 @@ def test_programs_compile_for_tpu(name, libtpu, capsys):
     for what, compiled in done.items():
         check_memory(what, compiled, target.hbm_bytes, pool_bytes)
         check_collectives(what, compiled.collectives, case)
+    check_traffic(done, factory, case, pool_bytes)
     # What is parked is in the host's memory, one array a page.
     pages = MOVES * factory.cfg.layout.page_bytes
     assert done["park"].host_output_bytes == pages

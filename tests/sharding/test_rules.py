@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logical axes become mesh axes by one table, and what does not fit is refused by name."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout
 from jax.sharding import PartitionSpec
 
 from sharding import REPLICATED, RULES, Rules, Spec, make_mesh
@@ -65,3 +68,16 @@ def test_a_spec_names_every_axis_and_stacks_on_a_new_one():
         Spec((4, 2), ("ffn",), FLOAT)
     spec = Spec((4, 2), ("ffn", "width"), jnp.bfloat16)
     assert spec.stacked(3) == Spec((3, 4, 2), ("layers", "ffn", "width"), jnp.bfloat16)
+
+
+def test_what_is_looked_up_by_rows_lies_by_rows_on_a_tpu(monkeypatch):
+    mesh = make_mesh(tensor=4)
+    spec, other = (Spec((8, 3), ("vocab", None), FLOAT, by_rows) for by_rows in (True, False))
+    assert RULES.layout(mesh, spec) is None and RULES.abstract(mesh, spec).format.layout is None
+    tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
+    assert RULES.layout(tpu, spec).major_to_minor == (0, 1)
+    assert RULES.layout(tpu, other) is None
+    monkeypatch.setattr(Rules, "layout", lambda *_: Layout((0, 1)))
+    abstract = RULES.abstract(mesh, spec)
+    assert abstract.format.layout.major_to_minor == (0, 1)
+    assert abstract.sharding == RULES.sharding(mesh, spec)
