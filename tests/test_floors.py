@@ -38,7 +38,7 @@ FLOORS = [
     ["engine.tokens"],
     ["engine.attend", "engine.step", "engine.loading", "engine.export"],
     ["engine.prompts", "engine.results", "engine.capacity", "engine.listing"],
-    ["engine.traffic", "engine.roofline"],
+    ["engine.traffic", "engine.roofline", "engine.hlo"],
     ["engine.program_store", "engine.programs", "engine.host_pages"],
     [
         "engine.memory",
