@@ -21,7 +21,7 @@ from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention.xla import NOWHERE, blocks_seen, padded
 from pallas_kernels.paged_attention.gpu import LEAST, Piece, cut, dot, power, tanh
 from pallas_kernels.paged_attention.rows import Call
-from pallas_kernels.paged_attention.xla import LOWEST
+from pallas_kernels.softmax import LOWEST
 from pallas_kernels.tuning import block_sizes
 
 

@@ -26,7 +26,7 @@ from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention.xla import NOWHERE, blocks_seen, padded
 from pallas_kernels.paged_attention.rows import Call
 from pallas_kernels.paged_attention.tpu import LANES, SUBLANES, dot, up
-from pallas_kernels.paged_attention.xla import LOWEST
+from pallas_kernels.softmax import LOWEST, softmax_end, softmax_step
 from pallas_kernels.tuning import block_sizes
 
 
@@ -185,11 +185,7 @@ def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, t
         if tile.softcap is not None:
             logits_XS = tile.softcap * jnp.tanh(logits_XS / tile.softcap)
         logits_XS = jnp.where(seen_XS, logits_XS, LOWEST)
-        before_X1 = high[:, :1]
-        now_X1 = jnp.maximum(before_X1, jnp.max(logits_XS, axis=1, keepdims=True))
-        weight_XS = jnp.where(logits_XS > LOWEST / 2, jnp.exp(logits_XS - now_X1), 0.0)
-        keep_X1 = jnp.exp(before_X1 - now_X1)
-        sum_X1 = total[:, :1] * keep_X1 + jnp.sum(weight_XS, axis=1, keepdims=True)
+        now_X1, sum_X1, keep_X1, weight_XS = softmax_step(high[:, :1], total[:, :1], logits_XS)
         high[...] = jnp.broadcast_to(now_X1, high.shape)
         total[...] = jnp.broadcast_to(sum_X1, total.shape)
         value_SZ = cell_SC[:, tile.values[0] : tile.values[1]]
@@ -197,7 +193,4 @@ def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, t
 
     @pl.when(s == pl.num_programs(2) - 1)
     def _():
-        sum_X1 = total[:, :1]
-        out_ref[0, 0] = jnp.where(sum_X1 > 0, out[...] / jnp.maximum(sum_X1, 1e-30), 0.0)
-        logs_X1 = high[:, :1] + jnp.log(jnp.maximum(sum_X1, 1e-30))
-        lse_ref[0, 0] = jnp.where(sum_X1 > 0, logs_X1, LOWEST)
+        out_ref[0, 0], lse_ref[0, 0] = softmax_end(out[...], high[:, :1], total[:, :1])

@@ -27,8 +27,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.backends import Backend, too_many_to_number
 from pallas_kernels.paged_attention.rows import Call, Rows
-from pallas_kernels.paged_attention.xla import LOWEST
 from pallas_kernels.pages import Pages
+from pallas_kernels.softmax import LOWEST
 from pallas_kernels.tuning import block_sizes
 
 Piece = tuple[int, int, int]  # of some lanes: the first, a power of two, how many are real

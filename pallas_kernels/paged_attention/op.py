@@ -10,6 +10,7 @@ from pallas_kernels.backends import XLA, Backend, decline
 from pallas_kernels.paged_attention import gpu, tpu, xla
 from pallas_kernels.paged_attention.rows import Call, Rows
 from pallas_kernels.pages import Pages
+from pallas_kernels.softmax import LOWEST
 from sharding import ALONE, Axis
 
 KERNELS = {"tpu": tpu, "gpu": gpu}
@@ -119,7 +120,7 @@ def merge(
     if sinks_N is not None:
         sinks_11N = sinks_N.astype(jnp.float32)[None, None]
         high_BTN = jnp.maximum(high_BTN, sinks_11N)
-    share_BTN = jnp.where(lse_BTN > xla.LOWEST / 2, jnp.exp(lse_BTN - high_BTN), 0.0)
+    share_BTN = jnp.where(lse_BTN > LOWEST / 2, jnp.exp(lse_BTN - high_BTN), 0.0)
     if stripes.ways == 1 and sinks_N is None:
         return out_BTNV, lse_BTN
     both = jnp.concatenate([out_BTNV * share_BTN[..., None], share_BTN[..., None]], axis=-1)
@@ -128,5 +129,5 @@ def merge(
     if sinks_N is not None:
         total_BTN = total_BTN + jnp.exp(sinks_11N - high_BTN)
     is_any = total_BTN > 0
-    lse_BTN = jnp.where(is_any, high_BTN + jnp.log(jnp.where(is_any, total_BTN, 1.0)), xla.LOWEST)
+    lse_BTN = jnp.where(is_any, high_BTN + jnp.log(jnp.where(is_any, total_BTN, 1.0)), LOWEST)
     return both[..., :-1] / jnp.where(is_any, total_BTN, 1.0)[..., None], lse_BTN

@@ -33,8 +33,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.backends import Backend
 from pallas_kernels.paged_attention.rows import Call, Rows
-from pallas_kernels.paged_attention.xla import LOWEST
 from pallas_kernels.pages import Pages
+from pallas_kernels.softmax import LOWEST, softmax_end, softmax_step
 from pallas_kernels.tuning import block_sizes
 
 LANES, SUBLANES = 128, 8
@@ -480,10 +480,7 @@ def _kernel(*refs, tile: Tile, sides: int, scalars: int, gives_mass: bool) -> No
     jax.lax.fori_loop(first, last, one, 0)
     if not gives_mass:
         out_ref, lse_out = outs
-        sum_KX1 = total[:, :, :1]
-        out_ref[0, 0] = jnp.where(sum_KX1 > 0, out[...] / jnp.maximum(sum_KX1, 1e-30), 0.0)
-        logs = high[:, :, :1] + jnp.log(jnp.maximum(sum_KX1, 1e-30))
-        lse_out[0, 0] = jnp.where(sum_KX1 > 0, logs, LOWEST)
+        out_ref[0, 0], lse_out[0, 0] = softmax_end(out[...], high[:, :, :1], total[:, :, :1])
 
 
 def cells_of(at: _Context, block, shape: tuple[int, ...], axis: int):
@@ -597,11 +594,9 @@ def add_block(sums, logits_XS, at: _Context, buffer, head: int) -> None:
     """Adds a block's cells to the sums of an online softmax."""
     high, total, out = sums
     tile = at.tile
-    before_X1 = high[head, :, :1]
-    now_X1 = jnp.maximum(before_X1, jnp.max(logits_XS, axis=1, keepdims=True))
-    weight_XS = jnp.where(logits_XS > LOWEST / 2, jnp.exp(logits_XS - now_X1), 0.0)
-    keep_X1 = jnp.exp(before_X1 - now_X1)
-    sum_X1 = total[head, :, :1] * keep_X1 + jnp.sum(weight_XS, axis=1, keepdims=True)
+    now_X1, sum_X1, keep_X1, weight_XS = softmax_step(
+        high[head, :, :1], total[head, :, :1], logits_XS
+    )
     high[head] = jnp.broadcast_to(now_X1, high.shape[1:])
     total[head] = jnp.broadcast_to(sum_X1, total.shape[1:])
     if tile.scaled:

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.rows import Call, Rows
 from pallas_kernels.pages import Pages, gather_pages, gather_sides
+from pallas_kernels.softmax import LOWEST
 from sharding import ALONE, Axis
 
 # Cells a block: enough that a loop turn's fixed cost is small, few enough that short contexts do
 # not pay for long ones and that 32 rows of a block stay in the processor's cache. Measured:
 # WORKSPACE.md.
 BLOCK_CELLS = 64
-# Below any logit, and finite: a difference of two of them is 0, not NaN.
-LOWEST = -1e30
 
 
 class Parts(NamedTuple):

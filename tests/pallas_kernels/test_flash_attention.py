@@ -14,7 +14,7 @@ from pallas_kernels.flash_attention import flash_attention, gpu, tpu
 from pallas_kernels.flash_attention.cases import CASES, SCALE, Case, make_inputs
 from pallas_kernels.flash_attention.reference import flash_attention_reference
 from pallas_kernels.paged_attention.rows import NO_WINDOW, Call
-from pallas_kernels.paged_attention.xla import LOWEST
+from pallas_kernels.softmax import LOWEST
 from tests.pallas_kernels.quick import quick_jit
 
 KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}

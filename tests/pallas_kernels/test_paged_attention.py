@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention.cases import CASES, SCALE, Case, extras, make_inputs
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.rows import Call
-from pallas_kernels.paged_attention.xla import LOWEST
+from pallas_kernels.softmax import LOWEST
 from tests.pallas_kernels.quick import quick_jit
 
 KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
