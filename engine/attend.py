@@ -98,7 +98,9 @@ def paged_attend(cfg: StepConfig, body: tuple[Group, ...], parts: list[Tokens]):
         if heads.v_TKY is not None:
             cell_TKC = jnp.concatenate([heads.k_TKH, heads.v_TKY], axis=-1)
         window = jnp.asarray(layer.window, jnp.int32)
-        page_T, offset_T = page_GT[layer.group] + offset, offset_GT[layer.group]
+        page_T, offset_T = page_GT[layer.group], offset_GT[layer.group]
+        # The null page of a place is a page like others: only the very first is nobody's.
+        page_T = jnp.where(page_T != NULL_PAGE, page_T + offset, NULL_PAGE)
         array, out_TNV = store_and_attend(
             array, heads.q_TNH, cell_TKC, heads.sinks_N, page_T, offset_T, window, rows
         )

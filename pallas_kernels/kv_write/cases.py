@@ -36,6 +36,8 @@ class Case:
     bias: bool = False
     ways: int = 1  # devices that pages are dealt out to; those of the first are written
     split: int = 16
+    pieces: bool = False  # all runs are of one row
+    skipped: int = 0  # tokens of each run that are not kept, before those that are
 
 
 DECODE: dict[str, Any] = {"starts": (0, 5, 31, 40), "counts": (1, 1, 1, 1)}
@@ -60,6 +62,19 @@ CASES = {
     "chunk over three pages": Case(starts=(20,), counts=(64,), run=64),
     "chunk, pages dealt out": Case(starts=(20, 3), counts=(64, 50), run=64, ways=2),
     "chunk beside idle rows": Case(starts=(20, 3, 9), counts=(0, 5, 0), run=7),
+    "pieces that meet within a strip": Case(
+        starts=(5, 14, 23, 32), counts=(9, 9, 9, 2), run=9, pieces=True
+    ),
+    "pieces that meet, bfloat16": Case(
+        starts=(5, 13, 21, 29), counts=(8, 8, 8, 8), run=8, pieces=True, dtype="bfloat16"
+    ),
+    "pieces that meet, int8": Case(
+        starts=(3, 10, 17), counts=(7, 7, 5), run=7, pieces=True, dtype="int8"
+    ),
+    "tokens of one strip": Case(starts=(3, 4, 5, 9), counts=(1, 1, 0, 1), pieces=True),
+    "a run that begins within a strip": Case(
+        starts=(0,), counts=(40,), run=40, skipped=5, bias=True
+    ),
     "nothing to write": Case(starts=(), counts=()),
 }
 
@@ -82,8 +97,8 @@ def make_inputs(case: Case):
     for r, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
         for t in range(case.run):
             place, offset_T[r * case.run + t] = divmod(start + t, W)
-            if t < count and place % case.ways == 0:
-                page_T[r * case.run + t] = table[r, place // case.ways]
+            if case.skipped <= t < count and place % case.ways == 0:
+                page_T[r * case.run + t] = table[0 if case.pieces else r, place // case.ways]
     return jax.tree.map(jnp.asarray, (pages, cell_TKC, page_T, offset_T))
 
 

@@ -25,7 +25,7 @@ def lanes(pool: jax.Array) -> int:
     return pl.next_power_of_2(pool.shape[3])
 
 
-def declines(pages: Pages, run: int, backend: Backend) -> str | None:
+def declines(pages: Pages, tokens: int, run: int, backend: Backend) -> str | None:
     """Returns why these arguments are not for this kernel, or None."""
     if lanes(pages.cells) > REGISTER_NUMBERS:
         width = pages.cells.shape[3]

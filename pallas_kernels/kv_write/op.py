@@ -25,7 +25,7 @@ def kv_write(
 
     Tokens come in runs of `run`, whose cells follow one another: offsets rise by one and begin anew
     with the next page, also where page_T is 0, which says that a token is not kept. Those of a page
-    that are kept follow one another. What is not
+    that are kept follow one another. Runs may meet within a page, in different cells. What is not
     finite is stored as 0: a cell that a query's mask leaves out is still multiplied by 0, so that a
     NaN there would reach whoever has the page next.
 
@@ -45,7 +45,7 @@ def kv_write(
     if pages.bias_PKW is not None:
         bias_TK = jnp.zeros(cell_TKC.shape[:2], jnp.float32)
     new = Pages(cell_TKC.astype(pages.cells.dtype), scale_TK2, bias_TK)
-    reason = IMPLEMENTATIONS[backend.kind].declines(pages, run, backend)
+    reason = IMPLEMENTATIONS[backend.kind].declines(pages, len(page_T), run, backend)
     if reason is not None:
         decline("kv_write", reason)
         backend = XLA

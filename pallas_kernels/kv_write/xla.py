@@ -8,7 +8,7 @@ from pallas_kernels.backends import Backend
 from pallas_kernels.pages import Pages
 
 
-def declines(pages: Pages, run: int, backend: Backend) -> str | None:
+def declines(pages: Pages, tokens: int, run: int, backend: Backend) -> str | None:
     """Returns None: it takes all."""
     return None
 

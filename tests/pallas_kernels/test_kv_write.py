@@ -56,7 +56,10 @@ def test_random_runs_equal_the_reference(lengths, run, dtype, kind):
     assert_written(Case(starts=starts, counts=counts, run=run, dtype=dtype), KINDS[kind])
 
 
-@pytest.mark.parametrize("name", ["decode of many rows", "chunk over three pages", "decode, int8"])
+RACES = ("decode of many rows", "chunk over three pages", "decode, int8", "pieces that meet, int8")
+
+
+@pytest.mark.parametrize("name", RACES)
 def test_copies_neither_race_nor_leave_their_arrays(name):
     backend = Backend("tpu", interpret=pltpu.InterpretParams(detect_races=True))
     assert_written(CASES[name], backend)
@@ -68,15 +71,15 @@ def test_what_is_declined():
         return jax.eval_shape(lambda: Pages(jnp.zeros(shape, dtype), scale))
 
     v6e, h100 = Backend("tpu", "v6e"), Backend("gpu", "h100")
-    assert "page_size=24 of bfloat16" in tpu.declines(pages(3, 2, 24, 128), 1, v6e)
-    assert "cells of 96" in tpu.declines(pages(3, 2, 32, 96), 1, v6e)
+    assert "page_size=24 of bfloat16" in tpu.declines(pages(3, 2, 24, 128), 64, 1, v6e)
+    assert "cells of 96" in tpu.declines(pages(3, 2, 32, 96), 64, 1, v6e)
     scaled = pages(3, 2, 32, 128, dtype=jnp.int8, scale=jnp.zeros((3, 2, 2, 32)))
-    assert "page_size=32 with scales" in tpu.declines(scaled, 1, v6e)
-    assert "vector memory" in tpu.declines(pages(3, 2048, 32, 1024), 1, v6e)
-    assert tpu.declines(pages(3, 8, 64, 256), 1, v6e) is None
-    assert "registers" in gpu.declines(pages(3, 1, 32, 32768), 1, h100)
-    assert "can be numbered" in gpu.declines(pages(70000, 8, 64, 64, dtype=jnp.int8), 1, h100)
-    assert gpu.declines(pages(70000, 8, 64, 256), 1, h100) is None
+    assert "page_size=32 with scales" in tpu.declines(scaled, 64, 1, v6e)
+    assert "vector memory" in tpu.declines(pages(3, 2048, 32, 1024), 64, 1, v6e)
+    assert tpu.declines(pages(3, 8, 64, 256), 64, 1, v6e) is None
+    assert "registers" in gpu.declines(pages(3, 1, 32, 32768), 64, 1, h100)
+    assert "can be numbered" in gpu.declines(pages(70000, 8, 64, 64, dtype=jnp.int8), 64, 1, h100)
+    assert gpu.declines(pages(70000, 8, 64, 256), 64, 1, h100) is None
 
 
 def test_shapes_that_do_not_go_together_are_refused():
