@@ -15,10 +15,14 @@ CHOICES = ("auto", "pallas", "xla")
 MIB = 2**20
 # Of a core's vector memory, and of what a GPU's block of threads shares: as the makers' compilers
 # have it.
-VMEM_BYTES = {"v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB}
+VMEM_BYTES = {"v4": 16 * MIB, "v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB}
 SHARED_BYTES = {"a100": 163 * 1024, "h100": 227 * 1024, "h200": 227 * 1024}
+# Of chips that are not in these tables: the least that makers have built for long.
+LEAST_VMEM_BYTES, LEAST_SHARED_BYTES = 16 * MIB, 99 * 1024
+TWO_CORES = ("v4", "v5p")  # chips of two cores, which share out a grid's parallel axes
 # What a chip calls itself, or the beginning of it.
 KINDS = {
+    "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",
@@ -47,13 +51,13 @@ class Backend(NamedTuple):
 
     @property
     def vmem_bytes(self) -> int:
-        """What a TPU's kernels may take, the least of all chips if it is not known."""
-        return VMEM_BYTES.get(self.chip, min(VMEM_BYTES.values()))
+        """What a core of a TPU has for a kernel."""
+        return VMEM_BYTES.get(self.chip, LEAST_VMEM_BYTES)
 
     @property
     def shared_bytes(self) -> int:
-        """What a block of threads may share, the least of all chips if it is not known."""
-        return SHARED_BYTES.get(self.chip, min(SHARED_BYTES.values()))
+        """What a block of threads may share."""
+        return SHARED_BYTES.get(self.chip, LEAST_SHARED_BYTES)
 
 
 XLA = Backend()

@@ -3,10 +3,11 @@
 
 Tiling. The grid is (KV heads, blocks of queries, blocks of keys), keys innermost: a program has the
 X queries of one KV head in its block, heads major, and one block of cells, K beside V, as one
-array. Which blocks of keys a block of queries sees is reckoned before and lies in scalar memory.
+array. Which blocks of keys a block of queries sees is reckoned before and lies in scalar memory;
+the grid is as long as the most that any sees.
 
-Pipeline. Pallas fetches the next program's block while this one is worked on. A block that is not
-seen is not fetched: its index is that of the last seen one, which is there already.
+Pipeline. Pallas fetches the next program's block while this one is worked on. A program beyond the
+blocks that are seen fetches nothing: its index is that of the last seen one, which is there.
 
 Lanes are as in `pallas_kernels.paged_attention.tpu`: queries are filled up with zeros to whole
 registers, and the values' lanes are cut out at the end.
@@ -25,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention.xla import NOWHERE, blocks_seen, padded
 from pallas_kernels.paged_attention.rows import Call
-from pallas_kernels.paged_attention.tpu import LANES, SUBLANES, dot, up
+from pallas_kernels.paged_attention.tpu import LANES, SUBLANES, dot, limit, room, up
 from pallas_kernels.softmax import LOWEST, softmax_end, softmax_step
 from pallas_kernels.tuning import block_sizes
 
@@ -81,8 +82,8 @@ def tile_of(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend)
 def declines(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend) -> str | None:
     """Returns why these arguments are not for this kernel, or None."""
     need = tile_of(q_TNH, cell_SKC, call, backend).vmem_bytes(q_TNH.dtype.itemsize)
-    if need > backend.vmem_bytes * 3 // 4:
-        return f"{need} bytes of vector memory; {backend.vmem_bytes * 3 // 4} are to be had"
+    if need > room(backend):
+        return f"{need} bytes of vector memory; {room(backend)} are to be had"
     return None
 
 
@@ -112,8 +113,10 @@ def attend(
     cell_KSC = cell_SKC.transpose(1, 0, 2)
     width = tile.values[1] - tile.values[0]
 
+    most = jnp.maximum(jnp.max(stop_R - start_R), 1)  # of a program that sees none, outputs are 0
+
     def of_keys(r, s, start, stop):
-        return jnp.clip(s, start[r], jnp.maximum(stop[r] - 1, start[r])) % Q
+        return jnp.minimum(jnp.minimum(start[r] + s, jnp.maximum(stop[r] - 1, start[r])), Q - 1)
 
     out, lse = pl.pallas_call(
         functools.partial(_kernel, tile=tile),
@@ -122,7 +125,7 @@ def attend(
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(K, R, Q),
+            grid=(K, R, most),
             in_specs=[
                 pl.BlockSpec((1, 1, tile.X, tile.keys), lambda k, r, s, *_: (k, r, 0, 0)),
                 pl.BlockSpec((1, tile.X, 1), lambda k, r, s, *_: (r, 0, 0)),
@@ -144,7 +147,7 @@ def attend(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=max(32 * 2**20, tile.vmem_bytes(q_TNH.dtype.itemsize)),
+            vmem_limit_bytes=limit(tile.vmem_bytes(q_TNH.dtype.itemsize), backend),
         ),
         # Of all blocks: which are seen is data.
         cost_estimate=pl.CostEstimate(
@@ -175,7 +178,7 @@ def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, t
         total[...] = jnp.zeros_like(total)
         out[...] = jnp.zeros_like(out)
 
-    @pl.when((s >= start[r]) & (s < stop[r]))
+    @pl.when(start[r] + s < stop[r])
     def _():
         place_1S = place_ref[...]
         distance_XS = own_ref[0] - place_1S

@@ -78,7 +78,7 @@ def attention_mass(
     """
     check(q_BTNH, pages, rows)
     values = values or (q_BTNH.shape[-1], 2 * q_BTNH.shape[-1])
-    call = Call(scale, values, softcap, stripes.ways, operation)
+    call = Call(scale, values, softcap, stripes.ways, operation, mass=True)
     backend = chosen(q_BTNH, pages, rows, call, backend)
     if backend.kind == "xla":
         return xla.mass(q_BTNH, pages, rows, window, lse_BTN, call, stripes)

@@ -40,7 +40,8 @@ class Call(NamedTuple):
     """What is static of a call beside shapes.
 
     values: which numbers of a cell are its value. ways: devices that a row's pages are dealt out
-    to. operation: what tuned block sizes are kept by. blocks: sizes in their place.
+    to. operation: what tuned block sizes are kept by. blocks: sizes in their place. mass: what is
+    asked for is the mass of cells.
     """
 
     scale: float
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     ways: int = 1
     operation: str = "paged_attention"
     blocks: Mapping[str, int] | None = None
+    mass: bool = False
 
     @property
     def latent(self) -> int | None:

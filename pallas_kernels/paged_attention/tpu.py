@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention for TPU: a row's pages stream through vector memory, each fetched once.
 
-Tiling. The grid is (rows, tiles of a row's queries). A program has all query heads of its tile:
+Tiling. The grid is (cores, rows, tiles of a row's queries). A program has all query heads of its
+tile:
 those of one KV head lie in a matrix of X rows, heads major, and meet blocks of `pages` pages, S
 cells, by an online softmax (FlashAttention-2, arXiv 2307.08691; Milakov and Gimelshein, arXiv
 1805.02867). Only blocks within the row's context and window are visited, and of a
 block only such pages are fetched.
 
 Pipeline. Pages lie anywhere in the pool, so they are fetched by hand into one of two buffers while
-the other is worked on; at its last block a program fetches the first block of the next program, so
-that the memory is never idle between rows. A page is `[K, W, C]` in a piece: one copy a page, for
-all heads. Codes become numbers, and their scales multiply logits and weights, in registers.
+the other is worked on; at its last block a program fetches the first block of the next program of
+its core that has any, so that the memory is never idle between rows. A page is `[K, W, C]` in a
+piece: one copy a page, for all heads. Codes become numbers, and their scales multiply logits and
+weights, in registers.
 
 Lanes. A register has 128. Queries are filled up with zeros to whole registers of a cell, so that a
 key that ends within one meets zeros there, and the values' lanes are cut out at the end: no cell
@@ -31,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import Backend
+from pallas_kernels.backends import MIB, TWO_CORES, Backend
 from pallas_kernels.paged_attention.rows import Call, Rows
 from pallas_kernels.pages import Pages
 from pallas_kernels.softmax import LOWEST, softmax_end, softmax_step
@@ -41,6 +43,7 @@ LANES, SUBLANES = 128, 8
 # Tables of page numbers are in scalar memory, of which a core has 1 MiB.
 TABLE_BYTES = 512 * 1024
 BLOCK_BYTES = 512 * 1024  # of pages, at which a copy's start no longer shows
+SPARE_BYTES = 8 * MIB  # of vector memory, beside what is reckoned
 MOST_CELLS = 1024  # of a block: its logits are in registers and vector memory
 MOST_QUERIES = 512  # of a KV head in a tile
 
@@ -48,7 +51,8 @@ MOST_QUERIES = 512  # of a KV head in a tile
 class Tile(NamedTuple):
     """The sizes of a call; all static."""
 
-    rows: int
+    rows: int  # of a core
+    cores: int
     queries: int  # of a row in a tile
     tiles: int  # of a row
     query_heads: int
@@ -68,6 +72,7 @@ class Tile(NamedTuple):
     ways: int
     scale: float
     softcap: float | None
+    mass: bool
 
     @property
     def X(self) -> int:  # noqa: N802 - the letter
@@ -93,15 +98,27 @@ class Tile(NamedTuple):
         return self.kv_heads * self.page * cell
 
     def vmem_bytes(self) -> int:
-        """What a program takes of the vector memory, temporaries included."""
+        """What a program takes of the vector memory.
+
+        A quarter is for what the compiler has beside: of several heads at once, as it likes.
+        """
         rows = up(self.X, 2 * SUBLANES)
         buffers = 2 * self.pages * self.page_bytes()
         queries = 2 * self.kv_heads * rows * up(self.keys, LANES) * 4
         outputs = 2 * self.kv_heads * rows * (up(self.width, LANES) + LANES) * 4
         sums = self.kv_heads * rows * (up(self.width, LANES) + 2 * LANES) * 4
         temporaries = 4 * rows * self.S * 4 + 2 * self.S * up(self.cell, LANES) * 4
-        mass = 2 * self.kv_heads * self.table * self.page * 4
-        return buffers + queries + outputs + sums + temporaries + mass
+        mass = 2 * self.kv_heads * self.table * self.page * 4 if self.mass else 0
+        return (buffers + queries + outputs + sums + temporaries + mass) * 5 // 4
+
+    def smaller(self) -> "Tile | None":
+        """Returns a tile that takes less; None if there is none."""
+        if not self.tree and self.queries > SUBLANES:
+            queries = -(-self.queries // 2)
+            return self._replace(queries=queries, tiles=-(-self.queries * self.tiles // queries))
+        if self.pages % 2 or self.S % (2 * LANES):
+            return None
+        return self._replace(pages=self.pages // 2)
 
 
 def up(number: int, step: int) -> int:
@@ -136,10 +153,21 @@ def declines(
         return f"page_size={W} of {pages.cells.dtype}; a multiple of {least} is needed"
     if (pages.scale_PK2W is not None or pages.bias_PKW is not None) and W % LANES:
         return f"page_size={W} with scales or a bias; a multiple of {LANES} is needed"
-    need, most = tile_of(q_BTNH, pages, rows, call, backend).vmem_bytes(), backend.vmem_bytes
-    if need > most * 3 // 4:
-        return f"{need} bytes of vector memory; {most * 3 // 4} are to be had"
+    need, most = tile_of(q_BTNH, pages, rows, call, backend).vmem_bytes(), room(backend)
+    if need > most:
+        return f"{need} bytes of vector memory; {most} are to be had"
     return None
+
+
+def room(backend: Backend) -> int:
+    """Returns the bytes of vector memory that a kernel may take, beside what XLA keeps there."""
+    return backend.vmem_bytes * 3 // 4
+
+
+def limit(need: int, backend: Backend) -> int:
+    """Returns the bytes that a kernel is held to: some more than reckoned, and not all that there
+    is, since XLA brings weights into the rest meanwhile."""
+    return min(need + SPARE_BYTES, room(backend))
 
 
 def tile_of(q_BTNH: jax.Array, pages: Pages, rows: Rows, call: Call, backend: Backend) -> Tile:
@@ -154,8 +182,9 @@ def tile_of(q_BTNH: jax.Array, pages: Pages, rows: Rows, call: Call, backend: Ba
         sizes = block_sizes(call.operation, backend.chip, shape, dtype, fallback)
     tree = rows.ancestors_BT is not None
     queries = T if tree else min(T, sizes["queries"])
-    return Tile(
+    tile = Tile(
         rows=B,
+        cores=2 if backend.chip in TWO_CORES else 1,
         queries=queries,
         tiles=-(-T // queries),
         query_heads=N,
@@ -175,7 +204,13 @@ def tile_of(q_BTNH: jax.Array, pages: Pages, rows: Rows, call: Call, backend: Ba
         ways=call.ways,
         scale=call.scale,
         softcap=call.softcap,
+        mass=call.mass,
     )
+    while call.blocks is None and tile.vmem_bytes() > room(backend):
+        if (smaller := tile.smaller()) is None:
+            break
+        tile = smaller
+    return tile
 
 
 def attend(
@@ -243,7 +278,12 @@ def pieces(rows: Rows, at_once: int) -> list[tuple[int, Rows]]:
 def _attend_some(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backend, lse_BTN=None):
     """Returns what `attend` or, given the log-sum-exps, `mass` does for rows of one call."""
     (B, T, N, _), K, G = q_BTNH.shape, tile.kv_heads, tile.query_heads // tile.kv_heads
-    tile = tile._replace(rows=B)
+    cores = min(tile.cores, B)
+    spare = -B % cores  # idle rows
+    if spare:
+        widen = lambda x: jnp.pad(x, ((0, spare), *((0, 0),) * (x.ndim - 1)))  # noqa: E731
+        q_BTNH, rows, lse_BTN = jax.tree.map(widen, (q_BTNH, rows, lse_BTN))
+    tile = tile._replace(rows=(B + spare) // cores, cores=cores)
     q_BIKXY = by_tile(q_BTNH, tile, tile.keys)
     inputs = [q_BIKXY]
     specs = [_of_program(tile, tile.keys)]
@@ -261,15 +301,15 @@ def _attend_some(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backe
     specs += [pl.BlockSpec(memory_space=pl.ANY)] * len(hbm)
     if lse_BTN is None:
         out_shape = [
-            jax.ShapeDtypeStruct((B, tile.tiles, K, tile.X, width), jnp.float32)
+            jax.ShapeDtypeStruct((B + spare, tile.tiles, K, tile.X, width), jnp.float32)
             for width in (tile.width, 1)
         ]
         out_specs = [_of_program(tile, tile.width), _of_program(tile, 1)]
         sums = [pltpu.VMEM((K, tile.X, width), jnp.float32) for width in (LANES, LANES, tile.width)]
     else:
         cells = tile.table * tile.page
-        out_shape = [jax.ShapeDtypeStruct((B, K, cells), jnp.float32)]
-        out_specs = [pl.BlockSpec((1, K, cells), lambda b, i, *_: (b, 0, 0))]
+        out_shape = [jax.ShapeDtypeStruct((B + spare, K, cells), jnp.float32)]
+        out_specs = [pl.BlockSpec((1, K, cells), lambda c, r, i, *_: (c * tile.rows + r, 0, 0))]
         sums = []
     scalars = _scalars(rows, window, stripe, tile)
     pairs = B * tile.tiles * tile.queries * N * tile.table * tile.page
@@ -280,7 +320,7 @@ def _attend_some(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backe
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(B, tile.tiles),
+            grid=(cores, tile.rows, tile.tiles),
             in_specs=specs,
             out_specs=out_specs,
             scratch_shapes=[
@@ -291,8 +331,8 @@ def _attend_some(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backe
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
-            vmem_limit_bytes=max(32 * 2**20, tile.vmem_bytes()),
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=limit(tile.vmem_bytes(), backend),
         ),
         # Of full tables: what is really there is known to the kernel only.
         cost_estimate=pl.CostEstimate(
@@ -306,15 +346,15 @@ def _attend_some(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backe
         name="attention_mass" if lse_BTN is not None else "paged_attention",
     )(*scalars, *inputs, *hbm)
     if lse_BTN is not None:
-        return results[0]
-    by_token = [of_tiles(result, tile, T, G) for result in results]
+        return results[0][:B]
+    by_token = [of_tiles(result[:B], tile, T, G) for result in results]
     return by_token[0], by_token[1][..., 0]
 
 
 def _of_program(tile: Tile, width: int) -> pl.BlockSpec:
     """Returns the block of a program in an array by tiles."""
     shape = (1, 1, tile.kv_heads, tile.X, width)
-    return pl.BlockSpec(shape, lambda b, i, *_: (b, i, 0, 0, 0))
+    return pl.BlockSpec(shape, lambda c, r, i, *_: (c * tile.rows + r, i, 0, 0, 0))
 
 
 def by_tile(x_BTNY: jax.Array, tile: Tile, width: int) -> jax.Array:
@@ -377,6 +417,21 @@ class _Context(NamedTuple):
         begin = first // self.tile.pages
         return begin, jnp.where(last > first, -(-last // self.tile.pages), begin)
 
+    def following(self, b, i, end):
+        """Returns (row, tile, whether there is one) of the next program of a core, whose rows end
+        at `end`, that looks into any block."""
+        tile = self.tile
+
+        def after(b, i):
+            wraps = i + 1 == tile.tiles
+            b, i = jnp.where(wraps, b + 1, b), jnp.where(wraps, 0, i + 1)
+            begin, stop = self.blocks(jnp.minimum(b, end - 1), i)
+            return b, i, (b < end) & (stop <= begin)
+
+        first = after(b, i)
+        b, i, _ = jax.lax.while_loop(lambda found: found[2], lambda f: after(f[0], f[1]), first)
+        return b, i, b < end
+
     def each_page(self, b, i, block, buffer, act: Callable[[Any], None]) -> None:
         """Calls `act` with every copy that brings a block into a buffer."""
         tile, begin = self.tile, block * self.tile.pages
@@ -417,11 +472,12 @@ def _kernel(*refs, tile: Tile, sides: int, scalars: int, gives_mass: bool) -> No
     buffers, refs = refs[: sides + 1], refs[sides + 1 :]
     *sums, arrived, turn = refs
     at = _Context(tile, table, start, count, end, settings, tuple(tree), pools, buffers, arrived)
-    b, i = pl.program_id(0), pl.program_id(1)
+    core, row, i = (pl.program_id(axis) for axis in range(3))
+    b = core * tile.rows + row
     first, last = at.blocks(b, i)
     fetch = lambda b, i, block, buffer: at.each_page(b, i, block, buffer, lambda c: c.start())  # noqa: E731
 
-    @pl.when((b == 0) & (i == 0))
+    @pl.when((row == 0) & (i == 0))
     def _():
         turn[0] = 0  # the buffer of the next block
         turn[1] = 0  # whether it is on its way
@@ -430,7 +486,6 @@ def _kernel(*refs, tile: Tile, sides: int, scalars: int, gives_mass: bool) -> No
     def _():
         fetch(b, i, first, turn[0])
 
-    turn[1] = 0
     if gives_mass:
 
         @pl.when(i == 0)
@@ -452,17 +507,12 @@ def _kernel(*refs, tile: Tile, sides: int, scalars: int, gives_mass: bool) -> No
 
         @pl.when(block + 1 == last)
         def _():
-            wraps = i + 1 == tile.tiles
-            next_b, next_i = jnp.where(wraps, b + 1, b), jnp.where(wraps, 0, i + 1)
+            next_b, next_i, is_any = at.following(b, i, (core + 1) * tile.rows)
+            turn[1] = is_any.astype(jnp.int32)
 
-            @pl.when(next_b < tile.rows)
+            @pl.when(is_any)
             def _():
-                begin, stop = at.blocks(next_b, next_i)
-
-                @pl.when(stop > begin)
-                def _():
-                    fetch(next_b, next_i, begin, 1 - buffer)
-                    turn[1] = 1
+                fetch(next_b, next_i, at.blocks(next_b, next_i)[0], 1 - buffer)
 
         at.each_page(b, i, block, buffer, lambda copy: copy.wait())
         cell_1S, seen_XS = seen(at, b, i, block)
@@ -524,31 +574,31 @@ def seen(at: _Context, b, i, block):
 def clear_unseen(at: _Context, b, i, block, buffer) -> None:
     """Zeros what of a block no query sees: a weight of 0 does not silence NaN or infinity.
 
-    That is in the first and the last blocks of a context only. Integers have neither.
+    That is in the first and the last pages of a context only. Integers have neither.
     """
     tile = at.tile
     if jnp.issubdtype(tile.page_dtype, jnp.integer):
         return
     end, least = at.end[b], jnp.maximum(at.start[b] - at.settings[0] + 1, 0)
     first, last = at.places(b, i)
-    whole = (block * tile.pages >= first) & ((block + 1) * tile.pages <= last)
-    whole &= (block * tile.pages * tile.ways * tile.page >= least) & (
-        (block + 1) * tile.pages * tile.ways * tile.page <= end
-    )
 
-    @pl.when(jnp.logical_not(whole))
-    def _():
-        def clear(j, nothing):
-            place = block * tile.pages + j
-            index_W1 = jax.lax.broadcasted_iota(jnp.int32, (tile.page, 1), 0)
-            cell_W1 = (place * tile.ways + at.settings[1]) * tile.page + index_W1
-            seen_W1 = (cell_W1 >= least) & (cell_W1 < end) & (place >= first) & (place < last)
+    def clear(j, nothing):
+        place = block * tile.pages + j
+        cell = (place * tile.ways + at.settings[1]) * tile.page
+        is_there = (place >= first) & (place < last)
+        whole = is_there & (cell >= least) & (cell + tile.page <= end)
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            cell_W1 = cell + jax.lax.broadcasted_iota(jnp.int32, (tile.page, 1), 0)
+            seen_W1 = (cell_W1 >= least) & (cell_W1 < end) & is_there
             page_KWC = at.buffers[0][buffer, j]
             cleared = jnp.where(seen_W1[None], page_KWC.astype(jnp.float32), 0.0)
             at.buffers[0][buffer, j] = cleared.astype(tile.page_dtype)
-            return nothing
 
-        jax.lax.fori_loop(0, tile.pages, clear, 0)
+        return nothing
+
+    jax.lax.fori_loop(0, tile.pages, clear, 0)
 
 
 def numbers_of(at: _Context, buffer, head: int, lanes: tuple[int, int]):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import XLA, Backend
+from pallas_kernels.backends import TWO_CORES, XLA, Backend
 from pallas_kernels.paged_attention import (
     NO_WINDOW,
     Rows,
@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention.cases import CASES, SCALE, Case, extras, make_inputs
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.rows import Call
+from pallas_kernels.pages import Pages
 from pallas_kernels.softmax import LOWEST
 from tests.pallas_kernels.quick import quick_jit
 
@@ -198,16 +199,23 @@ def test_random_shapes_equal_the_reference(lengths, heads, head_width, window, k
     np.testing.assert_allclose(out[real(case)], want.out[real(case)], rtol=2e-5, atol=2e-5)
 
 
-RACES = ("decode", "decode, int8 and bias", "chunk in tiles", "decode, latent")
+RACES = [
+    *((name, "v5e") for name in ("decode", "decode, int8 and bias", "chunk in tiles")),
+    *((name, "v5p") for name in ("decode, latent", "decode of nine rows", "chunk in tiles")),
+    ("decode beside idle rows", "v5e"),
+]
 
 
-@pytest.mark.parametrize("name", RACES)
-def test_copies_neither_race_nor_leave_their_arrays(name):
-    """The simulated memories of a TPU: uninitialised they hold NaN, and copies end when waited."""
+@pytest.mark.parametrize("name, chip", RACES)
+def test_copies_neither_race_nor_leave_their_arrays(name, chip):
+    """The simulated memories of a TPU: uninitialised they hold NaN, and copies end when waited. A
+    v5p has two cores."""
     case, call = CASES[name], call_of(CASES[name], "tpu")
     inputs = make_inputs(case, 37)
     want, seen_BT = reference(case, inputs, 37), real(case)
-    backend = Backend("tpu", interpret=pltpu.InterpretParams(detect_races=True))
+    cores = 2 if chip in TWO_CORES else 1
+    simulated = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+    backend = Backend("tpu", chip, interpret=simulated)
     out, _ = quick_jit(lambda *args: tpu.attend(*args, 37, 0, call, backend))(*inputs)
     np.testing.assert_allclose(out[seen_BT], want.out[seen_BT], rtol=2e-5, atol=2e-5)
     assert not races_found(), "two copies, or a copy and a read, meet in one place"
@@ -294,6 +302,26 @@ def test_memory_is_reckoned_and_too_much_is_declined():
     many = jnp.zeros((4, 2**14, 2, 16), jnp.bfloat16)
     call = Call(SCALE, (16, 32), blocks=sizes)
     assert "shared memory" in gpu.declines(many, wide, rows, call, h100)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_blocks_shrink_until_they_fit(chip):
+    """32 KV heads with chunks of 512, and a tree of 32 over latents of 128 heads."""
+    backend, array = Backend("tpu", chip), jax.ShapeDtypeStruct
+    row = array((1,), jnp.int32)
+    table = array((1, 64), jnp.int32)
+    tree = array((1, 32), jnp.int32)
+    plain, branched = Rows(table, row, row), Rows(table, row, row, tree, tree)
+    for q, pages, rows, values, latent in (
+        ((1, 512, 32, 128), (65, 32, 64, 256), plain, (128, 256), False),
+        ((1, 32, 128, 576), (65, 1, 64, 640), branched, (0, 512), True),
+    ):
+        call = Call(SCALE, values, operation="latent_attention" if latent else "paged_attention")
+        arguments = array(q, jnp.bfloat16), Pages(array(pages, jnp.bfloat16)), rows, call, backend
+        most = backend.vmem_bytes * 3 // 4
+        fits = tpu.tile_of(*arguments).vmem_bytes() <= most
+        assert fits == (tpu.declines(*arguments) is None)
+        assert fits or (latent and chip == "v5p"), "a tree is one tile"
 
 
 def test_what_a_kernel_declines_xla_does_with_one_warning(monkeypatch, caplog):
