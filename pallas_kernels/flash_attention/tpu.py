@@ -26,8 +26,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention.xla import NOWHERE, blocks_seen, padded
 from pallas_kernels.paged_attention.rows import Call
-from pallas_kernels.paged_attention.tpu import LANES, SUBLANES, dot, limit, room, up
 from pallas_kernels.softmax import LOWEST, softmax_end, softmax_step
+from pallas_kernels.tpu_tiles import LANES, SUBLANES, dot, lacking, limit, up
 from pallas_kernels.tuning import block_sizes
 
 
@@ -82,9 +82,7 @@ def tile_of(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend)
 def declines(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend) -> str | None:
     """Returns why these arguments are not for this kernel, or None."""
     need = tile_of(q_TNH, cell_SKC, call, backend).vmem_bytes(q_TNH.dtype.itemsize)
-    if need > room(backend):
-        return f"{need} bytes of vector memory; {room(backend)} are to be had"
-    return None
+    return lacking(need, backend)
 
 
 def attend(
@@ -184,7 +182,7 @@ def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, t
         distance_XS = own_ref[0] - place_1S
         seen_XS = (distance_XS >= 0) & (distance_XS < settings[0]) & (place_1S >= settings[1])
         cell_SC = cell_ref[0]
-        logits_XS = dot(q_ref[0, 0], cell_SC[:, : tile.keys], (1, 1)) * tile.scale
+        logits_XS = dot(q_ref[0, 0], cell_SC[:, : tile.keys]) * tile.scale
         if tile.softcap is not None:
             logits_XS = tile.softcap * jnp.tanh(logits_XS / tile.softcap)
         logits_XS = jnp.where(seen_XS, logits_XS, LOWEST)
@@ -192,7 +190,7 @@ def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, t
         high[...] = jnp.broadcast_to(now_X1, high.shape)
         total[...] = jnp.broadcast_to(sum_X1, total.shape)
         value_SZ = cell_SC[:, tile.values[0] : tile.values[1]]
-        out[...] = out[...] * keep_X1 + dot(weight_XS.astype(value_SZ.dtype), value_SZ, (1, 0))
+        out[...] = out[...] * keep_X1 + dot(weight_XS.astype(value_SZ.dtype), value_SZ, contract=0)
 
     @pl.when(s == pl.num_programs(2) - 1)
     def _():

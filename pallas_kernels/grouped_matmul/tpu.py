@@ -32,14 +32,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.backends import MIB, Backend
 from pallas_kernels.grouped_matmul.visits import most_visits, visits_of
 from pallas_kernels.grouped_matmul.weights import Stack, cost
+from pallas_kernels.tpu_tiles import LANES, SUBLANES, dot, lacking, limit, room, up
 from pallas_kernels.tuning import block_sizes
 
-LANES, SUBLANES = 128, 8
 LEAST_ROWS, MOST_ROWS = 128, 512  # of a tile: the matrix unit takes 128 in the time of one
 BLOCK_BYTES = 4 * MIB  # of a matrix: large enough that a copy's start does not show
 STEP = 1024  # of D
 SCALAR_BYTES = 512 * 1024  # of visits; a core has 1 MiB of scalar memory
-LEAST_LIMIT = 32 * MIB
 
 
 class Tile(NamedTuple):
@@ -90,11 +89,6 @@ class Tile(NamedTuple):
         return 2 * (blocks + scales) + sums + numbers + parts
 
 
-def up(number: int, step: int) -> int:
-    """Returns a number rounded up to a multiple of `step`."""
-    return -(-number // step) * step
-
-
 def rule(tile: Tile, room: int) -> dict[str, int]:
     """Returns the sizes for shapes that nobody measured, of such as fit `room` bytes.
 
@@ -131,11 +125,6 @@ def tile_of(x_SD: jax.Array, stack: Stack, backend: Backend) -> Tile:
     return shapes._replace(**block_sizes("grouped_matmul", backend.chip, shape, dtype, fallback))
 
 
-def room(backend: Backend) -> int:
-    """Returns the vector memory that a call may take; the compiler needs some of its own."""
-    return backend.vmem_bytes * 3 // 4
-
-
 def declines(x_SD: jax.Array, stack: Stack, backend: Backend) -> str | None:
     """Returns why these arguments are not for this kernel, or None."""
     if x_SD.dtype not in (jnp.float32, jnp.bfloat16):
@@ -150,10 +139,7 @@ def declines(x_SD: jax.Array, stack: Stack, backend: Backend) -> str | None:
         return None
     if tile.group % LANES:
         return f"groups of {tile.group} inputs; a multiple of {LANES} is needed"
-    need = tile.vmem_bytes()
-    if need > room(backend):
-        return f"{need} bytes of vector memory; {room(backend)} are to be had"
-    return None
+    return lacking(tile.vmem_bytes(), backend)
 
 
 def multiply(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array, backend: Backend) -> jax.Array:
@@ -193,7 +179,7 @@ def multiply(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array, backend: Backend
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=max(LEAST_LIMIT, tile.vmem_bytes()),
+            vmem_limit_bytes=limit(tile.vmem_bytes(), backend),
         ),
         cost_estimate=cost(x_SD, stack, tile.widths),
         interpret=backend.interpret,
@@ -239,7 +225,8 @@ def _add(d, x_ref, codes_ref, scales, sums_ref, tile: Tile, depth: int) -> None:
         each = tile.group or size
         for at in range(0, size, each):
             inputs = pl.ds(start + at, each)
-            product_CF = dot(x_ref[:, inputs], codes_ref[inputs, :])
+            numbers_DF = numbers_of(codes_ref[inputs, :], x_ref.dtype)
+            product_CF = dot(x_ref[:, inputs], numbers_DF, contract=0)
             if tile.group:
                 product_CF = product_CF * scales[0][pl.ds(first_group + at // each, 1), :]
             sums_ref[...] += product_CF
@@ -261,9 +248,8 @@ def _add(d, x_ref, codes_ref, scales, sums_ref, tile: Tile, depth: int) -> None:
         some(whole * tile.step, depth % tile.step, before + whole * of_step)
 
 
-def dot(x_CD: jax.Array, codes_DF: jax.Array) -> jax.Array:
-    """Returns the product in float32; codes become numbers of x's dtype, which holds them all."""
-    if codes_DF.dtype != x_CD.dtype:
-        codes_DF = codes_DF.astype(jnp.float32).astype(x_CD.dtype)
-    precision = jax.lax.Precision.HIGHEST if x_CD.dtype == jnp.float32 else None
-    return jnp.dot(x_CD, codes_DF, precision=precision, preferred_element_type=jnp.float32)
+def numbers_of(codes_DF: jax.Array, dtype: Any) -> jax.Array:
+    """Returns codes as numbers of a dtype, which holds them all."""
+    if codes_DF.dtype == dtype:
+        return codes_DF
+    return codes_DF.astype(jnp.float32).astype(dtype)

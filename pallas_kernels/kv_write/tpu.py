@@ -29,8 +29,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.backends import Backend
 from pallas_kernels.pages import Pages
+from pallas_kernels.tpu_tiles import LANES, SUBLANES, lacking, limit
 
-LANES, SUBLANES = 128, 8
 STRIPS = 16  # of a program: their reads hide each other's wait
 SCALARS, SCALAR_BYTES = 5, 512 * 1024  # of a strip, and what is taken of a core's 1 MiB at most
 
@@ -62,8 +62,8 @@ def declines(pages: Pages, tokens: int, run: int, backend: Backend) -> str | Non
         return f"cells of {C} numbers; whole registers of {LANES} are needed"
     if (pages.scale_PK2W is not None or pages.bias_PKW is not None) and W % LANES:
         return f"page_size={W} with scales or a bias; a multiple of {LANES} is needed"
-    if vmem_bytes(pages) > backend.vmem_bytes * 3 // 4:
-        return f"{vmem_bytes(pages)} bytes of vector memory; {backend.vmem_bytes} are there"
+    if (reason := lacking(vmem_bytes(pages), backend)) is not None:
+        return reason
     scalars = 4 * SCALARS * (tokens // run * strips_of(run, cells) + STRIPS)
     if scalars > SCALAR_BYTES:
         return f"{tokens} tokens in runs of {run}: {scalars} bytes of scalar memory; give fewer"
@@ -81,19 +81,19 @@ def store(
     """Returns the pages with what is new of each token stored, zeros behind cells."""
     W, C = pages.cells.shape[2:]
     S = strip_cells(pages.cells.dtype)
-    limit = max(16 * 2**20, vmem_bytes(pages))
+    most = limit(vmem_bytes(pages), backend)
     where = strips(page_T, offset_T, run, S, W)
     cell_TKC = jnp.pad(new.cells, ((0, 0), (0, 0), (0, C - new.cells.shape[-1])))
-    cells = write(pages.cells, by_strip(cell_TKC, where, 2), where, backend, limit, lanes=False)
+    cells = write(pages.cells, by_strip(cell_TKC, where, 2), where, backend, most, lanes=False)
     scale_PK2W, bias_PKW = pages.scale_PK2W, pages.bias_PKW
     if scale_PK2W is not None or bias_PKW is not None:
         where = strips(page_T, offset_T, run, W, W)  # a page's are one strip, cells along lanes
     if scale_PK2W is not None and new.scale_PK2W is not None:
         scale_NK2S = by_strip(new.scale_PK2W, where, 3)
-        scale_PK2W = write(scale_PK2W, scale_NK2S, where, backend, limit, lanes=True)
+        scale_PK2W = write(scale_PK2W, scale_NK2S, where, backend, most, lanes=True)
     if bias_PKW is not None and new.bias_PKW is not None:
         bias_NKS = by_strip(new.bias_PKW, where, 2)
-        bias_PKW = write(bias_PKW, bias_NKS, where, backend, limit, lanes=True)
+        bias_PKW = write(bias_PKW, bias_NKS, where, backend, most, lanes=True)
     return Pages(cells, scale_PK2W, bias_PKW)
 
 
@@ -166,7 +166,7 @@ def whole_programs(token_NS: jax.Array | None, fields: list[jax.Array]) -> Strip
 
 
 def write(
-    pool: jax.Array, new: jax.Array, where: Strips, backend: Backend, limit: int, *, lanes: bool
+    pool: jax.Array, new: jax.Array, where: Strips, backend: Backend, most: int, *, lanes: bool
 ) -> jax.Array:
     """Returns `pool` with strips written. Cells lie along `lanes`, or along the axis before."""
     strip = (STRIPS, *new.shape[1:])
@@ -195,7 +195,7 @@ def write(
         ),
         input_output_aliases={len(scalars) + 1: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=limit, has_side_effects=True
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=most, has_side_effects=True
         ),
         # What is new is read, its strips are read, and written.
         cost_estimate=pl.CostEstimate(

@@ -33,17 +33,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import MIB, TWO_CORES, Backend
+from pallas_kernels.backends import TWO_CORES, Backend
 from pallas_kernels.paged_attention.rows import Call, Rows
 from pallas_kernels.pages import Pages
 from pallas_kernels.softmax import LOWEST, softmax_end, softmax_step
+from pallas_kernels.tpu_tiles import LANES, SUBLANES, dot, lacking, limit, room, up
 from pallas_kernels.tuning import block_sizes
 
-LANES, SUBLANES = 128, 8
 # Tables of page numbers are in scalar memory, of which a core has 1 MiB.
 TABLE_BYTES = 512 * 1024
 BLOCK_BYTES = 512 * 1024  # of pages, at which a copy's start no longer shows
-SPARE_BYTES = 8 * MIB  # of vector memory, beside what is reckoned
 MOST_CELLS = 1024  # of a block: its logits are in registers and vector memory
 MOST_QUERIES = 512  # of a KV head in a tile
 
@@ -121,11 +120,6 @@ class Tile(NamedTuple):
         return self._replace(pages=self.pages // 2)
 
 
-def up(number: int, step: int) -> int:
-    """Returns a number rounded up to a multiple of `step`."""
-    return -(-number // step) * step
-
-
 def rule(T: int, N: int, K: int, W: int, C: int, page_dtype: Any) -> dict[str, int]:
     """Returns the block sizes of shapes that nobody measured."""
     page_bytes = K * W * C * jnp.dtype(page_dtype).itemsize
@@ -153,21 +147,7 @@ def declines(
         return f"page_size={W} of {pages.cells.dtype}; a multiple of {least} is needed"
     if (pages.scale_PK2W is not None or pages.bias_PKW is not None) and W % LANES:
         return f"page_size={W} with scales or a bias; a multiple of {LANES} is needed"
-    need, most = tile_of(q_BTNH, pages, rows, call, backend).vmem_bytes(), room(backend)
-    if need > most:
-        return f"{need} bytes of vector memory; {most} are to be had"
-    return None
-
-
-def room(backend: Backend) -> int:
-    """Returns the bytes of vector memory that a kernel may take, beside what XLA keeps there."""
-    return backend.vmem_bytes * 3 // 4
-
-
-def limit(need: int, backend: Backend) -> int:
-    """Returns the bytes that a kernel is held to: some more than reckoned, and not all that there
-    is, since XLA brings weights into the rest meanwhile."""
-    return min(need + SPARE_BYTES, room(backend))
+    return lacking(tile_of(q_BTNH, pages, rows, call, backend).vmem_bytes(), backend)
 
 
 def tile_of(q_BTNH: jax.Array, pages: Pages, rows: Rows, call: Call, backend: Backend) -> Tile:
@@ -611,27 +591,20 @@ def numbers_of(at: _Context, buffer, head: int, lanes: tuple[int, int]):
     return codes_SC.astype(jnp.float32).astype(tile.dtype)
 
 
-def dot(a, b, contract: tuple[int, int]):
-    """Returns a product of two matrices, accumulated in float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, axes, precision, preferred_element_type=jnp.float32)
-
-
 def logits_of(at: _Context, q_ref, buffer, head: int):
     """Returns the logits of a head's queries over the cells of a block, biases added."""
     tile = at.tile
     q_XY = q_ref[0, 0, head]
     cells_SY = numbers_of(at, buffer, head, (0, tile.keys))
     if not tile.scaled:
-        logits_XS = dot(q_XY, cells_SY, (1, 1))
+        logits_XS = dot(q_XY, cells_SY)
     elif tile.latent is None:
-        logits_XS = dot(q_XY, cells_SY, (1, 1)) * at.buffers[1][buffer, head, 0:1]
+        logits_XS = dot(q_XY, cells_SY) * at.buffers[1][buffer, head, 0:1]
     else:  # the key goes on behind the latent, with a scale of its own
         is_latent_1Y = jax.lax.broadcasted_iota(jnp.int32, (1, tile.keys), 1) < tile.latent
         scale_2S = at.buffers[1][buffer, head]
-        logits_XS = dot(jnp.where(is_latent_1Y, q_XY, 0), cells_SY, (1, 1)) * scale_2S[0:1]
-        logits_XS += dot(jnp.where(is_latent_1Y, 0, q_XY), cells_SY, (1, 1)) * scale_2S[1:2]
+        logits_XS = dot(jnp.where(is_latent_1Y, q_XY, 0), cells_SY) * scale_2S[0:1]
+        logits_XS += dot(jnp.where(is_latent_1Y, 0, q_XY), cells_SY) * scale_2S[1:2]
     logits_XS *= tile.scale
     if tile.softcap is not None:
         logits_XS = tile.softcap * jnp.tanh(logits_XS / tile.softcap)
@@ -654,7 +627,7 @@ def add_block(sums, logits_XS, at: _Context, buffer, head: int) -> None:
         scaled_XS = weight_XS * at.buffers[1][buffer, head, side : side + 1]
         weight_XS = jnp.where(weight_XS > 0, scaled_XS, 0.0)  # beside no page anything may stand
     value_SZ = numbers_of(at, buffer, head, tile.values)
-    out[head] = out[head] * keep_X1 + dot(weight_XS.astype(tile.dtype), value_SZ, (1, 0))
+    out[head] = out[head] * keep_X1 + dot(weight_XS.astype(tile.dtype), value_SZ, contract=0)
 
 
 def add_mass(mass_ref, lse_ref, logits_XS, at: _Context, b, i, head: int, block) -> None:

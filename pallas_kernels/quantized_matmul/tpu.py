@@ -47,15 +47,14 @@ from pallas_kernels.quantized_matmul.weights import (
     group_sums,
     quantize_rows,
 )
+from pallas_kernels.tpu_tiles import LANES, SUBLANES, dot, lacking, limit, room, up
 from pallas_kernels.tuning import block_sizes
 
-LANES, SUBLANES = 128, 8
 MOST_ROWS = 512  # of a tile
 MOST_COPIED_ROWS = 256  # of which some are copies: beyond it, scaling the numbers is less work
 BLOCK_BYTES = 4 * MIB  # of codes: large enough that a copy's start does not show
 MOST_WIDTH = 1024  # what is unrolled grows with it, and so does the time to compile
 STEP = 8 * LANES  # inputs that are multiplied at once
-LEAST_LIMIT = 32 * MIB
 # Of a word of four bytes, each with its own half and its sign.
 LOW_HALVES, SIGNS, CENTERS = 0x0F0F0F0F, -0x7F7F7F80, CENTER * 0x01010101
 
@@ -141,11 +140,6 @@ class Tile(NamedTuple):
         return 2 * blocks + turned + sums + numbers + parts
 
 
-def up(number: int, step: int) -> int:
-    """Returns a number rounded up to a multiple of `step`."""
-    return -(-number // step) * step
-
-
 def rule(tile: Tile, room: int) -> dict[str, int]:
     """Returns the sizes for shapes that nobody measured, of such as fit `room` bytes.
 
@@ -185,11 +179,6 @@ def tile_of(x_TD: jax.Array, weight: QuantizedWeight, activations: str, backend:
     return shapes._replace(**block_sizes("quantized_matmul", backend.chip, shape, named, fallback))
 
 
-def room(backend: Backend) -> int:
-    """Returns the vector memory that a call may take; the compiler needs some of its own."""
-    return backend.vmem_bytes * 3 // 4
-
-
 def declines(
     x_TD: jax.Array, weight: QuantizedWeight, activations: str, backend: Backend
 ) -> str | None:
@@ -199,10 +188,7 @@ def declines(
     tile = tile_of(x_TD, weight, activations, backend)
     if tile.group and (tile.group < SUBLANES or (LANES % tile.group and tile.group % LANES)):
         return f"groups of {tile.group} inputs; 8, 16, 32, 64 or a multiple of 128 is needed"
-    need = tile.vmem_bytes()
-    if need > room(backend):
-        return f"{need} bytes of vector memory; {room(backend)} are to be had"
-    return None
+    return lacking(tile.vmem_bytes(), backend)
 
 
 def multiply(
@@ -248,7 +234,7 @@ def multiply(
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=max(LEAST_LIMIT, tile.vmem_bytes()),
+            vmem_limit_bytes=limit(tile.vmem_bytes(), backend),
         ),
         cost_estimate=cost(tile),
         interpret=backend.interpret,
@@ -385,15 +371,3 @@ def codes_of(kept_FX: jax.Array) -> jax.Array:
         half[:, at : at + LANES] for at in range(0, kept_FX.shape[1], LANES) for half in halves
     ]
     return jnp.concatenate(blocks, axis=1)
-
-
-def dot(x_RX: jax.Array, numbers: jax.Array, contract: int = 1) -> jax.Array:
-    """Returns the product over columns of x and an axis of the other: float32, int32 of int8."""
-    precision = jax.lax.Precision.HIGHEST if x_RX.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x_RX,
-        numbers,
-        (((1,), (contract,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.int32 if x_RX.dtype == jnp.int8 else jnp.float32,
-    )
