@@ -5,5 +5,6 @@ import functools
 
 import jax
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+ON_CPU = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+QUICK = ON_CPU if jax.default_backend() == "cpu" else None
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)

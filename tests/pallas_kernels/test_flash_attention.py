@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.backends import XLA, Backend
+from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention import flash_attention, gpu, tpu
 from pallas_kernels.flash_attention.cases import CASES, SCALE, Case, make_inputs
 from pallas_kernels.flash_attention.reference import flash_attention_reference
 from pallas_kernels.paged_attention.rows import NO_WINDOW, Call
 from pallas_kernels.softmax import LOWEST
+from tests.pallas_kernels.kinds import KINDS
 from tests.pallas_kernels.quick import quick_jit
 
-KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 # Small, so that there are several of each.
 BLOCKS = {
     "tpu": {"queries": 24, "cells": 32},

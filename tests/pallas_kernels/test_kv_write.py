@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import XLA, Backend
+from pallas_kernels.backends import Backend
 from pallas_kernels.kv_write import gpu, kv_write, tpu
 from pallas_kernels.kv_write.cases import CASES, Case, make_inputs
 from pallas_kernels.kv_write.reference import kv_write_reference
 from pallas_kernels.pages import Pages
+from tests.pallas_kernels.kinds import KINDS
 from tests.pallas_kernels.quick import quick_jit
-
-KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 
 
 def assert_written(case: Case, backend: Backend) -> None:

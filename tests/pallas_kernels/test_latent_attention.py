@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.backends import XLA, Backend
 from pallas_kernels.latent_attention import latent_attention, latent_mass
 from pallas_kernels.latent_attention.cases import CASES
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.paged_attention import NO_WINDOW, gpu, tpu
 from pallas_kernels.paged_attention.cases import SCALE, Case, extras, make_inputs
+from tests.pallas_kernels.kinds import KINDS
 from tests.pallas_kernels.quick import quick_jit
 
-KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 BLOCKS = {
     "tpu": {"pages": 2, "queries": 64},
     "gpu": {"queries": 8, "heads": 1, "cells": 32, "splits": 2, "warps": 4, "stages": 2},

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import TWO_CORES, XLA, Backend
+from pallas_kernels.backends import TWO_CORES, Backend
 from pallas_kernels.paged_attention import (
     NO_WINDOW,
     Rows,
@@ -29,9 +29,9 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.rows import Call
 from pallas_kernels.pages import Pages
 from pallas_kernels.softmax import LOWEST
+from tests.pallas_kernels.kinds import KINDS
 from tests.pallas_kernels.quick import quick_jit
 
-KINDS = {"xla": XLA, "tpu": Backend("tpu", interpret=True), "gpu": Backend("gpu", interpret=True)}
 KERNELS = {"tpu": tpu, "gpu": gpu}
 # Small, so that there are several of each; a case may name others.
 BLOCKS = {

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import backends
-from pallas_kernels.backends import XLA, Backend
+from pallas_kernels.backends import Backend
 from pallas_kernels.quantized_matmul import (
     QuantizedWeight,
     gpu,
@@ -24,14 +24,10 @@ from pallas_kernels.quantized_matmul import (
 )
 from pallas_kernels.quantized_matmul.cases import CASES, SHAPES, Case, make_inputs
 from pallas_kernels.quantized_matmul.reference import numbers, quantized_matmul_reference
+from tests.pallas_kernels.kinds import KINDS
 from tests.pallas_kernels.quick import quick_jit
 
-BACKENDS = {
-    "xla": XLA,
-    "tpu": Backend("tpu", interpret=True),
-    "gpu": Backend("gpu", interpret=True),
-}
-KERNELS = {name: BACKENDS[name] for name in ("tpu", "gpu")}
+KERNELS = {name: KINDS[name] for name in ("tpu", "gpu")}
 MODULES = {"tpu": tpu, "gpu": gpu}
 # Interpreted kernels are long programs: compiling them is most of these tests' time.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -59,11 +55,11 @@ def close(y_TF, wanted_TF, case):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", KINDS)
 def test_an_implementation_gives_what_the_specification_does(name, backend, caplog):
     backends.decline.cache_clear()
     with caplog.at_level(logging.WARNING, logger="headrace"):
-        check(CASES[name], BACKENDS[backend])
+        check(CASES[name], KINDS[backend])
     assert ("is left to XLA" in caplog.text) == ("decline" in name and backend == "tpu")
 
 
@@ -114,7 +110,7 @@ def any_case(draw):
 @settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(case=any_case(), seed=st.integers(0, 99))
 def test_any_shapes_give_what_the_specification_does(case, seed):
-    for backend in BACKENDS.values():
+    for backend in KINDS.values():
         check(case, backend, seed=seed)
 
 
@@ -128,11 +124,11 @@ POISONED = {
 
 
 @pytest.mark.parametrize("name", POISONED)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", KINDS)
 def test_a_row_and_an_output_that_are_no_numbers_reach_no_other(name, backend):
     """Of both, all other results are as without them to the last bit."""
     case, (x_TD, weight) = POISONED[name], make_inputs(POISONED[name])
-    multiply = program(BACKENDS[backend], case.activations)
+    multiply = program(KINDS[backend], case.activations)
     clean_TF = np.asarray(multiply(x_TD, weight))
     x_TD[2] = np.nan
     weight.scales[5] = np.nan
@@ -146,11 +142,11 @@ def test_a_row_and_an_output_that_are_no_numbers_reach_no_other(name, backend):
     assert np.isnan(y_TF[2]).all() and np.isnan(y_TF[:, 5]).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", KINDS)
 def test_rows_of_zeros_give_zeros_as_int8(backend):
     x_TD, weight = make_inputs(CASES["int8 rows, zeros"])
     x_TD[1] = 0
-    y_TF = program(BACKENDS[backend], "int8")(x_TD, weight)
+    y_TF = program(KINDS[backend], "int8")(x_TD, weight)
     assert not y_TF[1].any() and np.isfinite(y_TF).all()
 
 

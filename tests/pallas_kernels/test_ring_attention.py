@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.backends import XLA, Backend
+from pallas_kernels.backends import XLA
 from pallas_kernels.flash_attention.xla import blocks_seen
 from pallas_kernels.paged_attention import Rows
 from pallas_kernels.pages import Pages
@@ -17,9 +17,10 @@ from pallas_kernels.ring_attention import Past, ring_attention
 from pallas_kernels.ring_attention.reference import ring_attention_reference
 from sharding import Axis, make_mesh
 from sharding.layouts import LAYOUTS, check_layout, order_of, places_of
+from tests.pallas_kernels.kinds import KINDS
 from tests.pallas_kernels.quick import quick_jit
 
-KERNELS = [Backend("tpu", interpret=True), Backend("gpu", interpret=True)]
+KERNELS = [KINDS["tpu"], KINDS["gpu"]]
 PAGE = 4
 CASES = {
     "causal": {},
