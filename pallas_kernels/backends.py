@@ -5,8 +5,11 @@ Each operation has a table of implementations by `Backend.kind`. One that cannot
 says why, and XLA's own code does it, with one warning.
 """
 
+import contextlib
+import contextvars
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +90,31 @@ def too_many_to_number(array: jax.Array) -> str | None:
     return None
 
 
-@functools.cache
+class Declined(Exception):
+    """A kernel does not take what it was given, and XLA was not to stand in for it."""
+
+
+_only_kernels = contextvars.ContextVar("only_kernels", default=False)
+
+
+@contextlib.contextmanager
+def kernels_only() -> Iterator[None]:
+    """Has kernels that decline raise Declined: what is measured as a kernel is to be one."""
+    before = _only_kernels.set(True)
+    try:
+        yield
+    finally:
+        _only_kernels.reset(before)
+
+
 def decline(operation: str, reason: str) -> None:
-    """Warns, once, that XLA's own code stands in for a kernel."""
+    """Warns, once, that XLA's own code stands in for a kernel; raises within `kernels_only`."""
+    if _only_kernels.get():
+        raise Declined(f"{operation}: {reason}")
+    say_left(operation, reason)
+
+
+@functools.cache
+def say_left(operation: str, reason: str) -> None:
+    """Warns, once for the same reason."""
     logging.getLogger("headrace").warning("%s is left to XLA: %s", operation, reason)

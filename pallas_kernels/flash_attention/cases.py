@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention.op import flash_attention
+from pallas_kernels.inputs import Work, scattered
 from pallas_kernels.paged_attention.rows import NO_WINDOW
 
 SCALE = 0.25
@@ -113,3 +114,27 @@ def abstract_call(shape: Shape, backend: Backend):
         *places,
         array((), jnp.int32),
     )
+
+
+def concrete(shape: Shape, backend: Backend, rng: np.random.Generator):
+    """Returns arguments of `abstract_call`, on the device: queries end where the cells do."""
+    q, cells, *_ = abstract_call(shape, backend)[1]
+    seeds = [int(seed) for seed in rng.integers(2**31, size=2)]
+    T, S = shape.queries, shape.cells
+    places = jnp.arange(S - T, S, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
+    return scattered(q, seeds[0]), scattered(cells, seeds[1]), *places, jnp.int32(NO_WINDOW)
+
+
+def work(shape: Shape) -> Work:
+    """Returns the least that a call has to do: half of a square of logits, and what is below it."""
+    (N, K), H, (T, S) = shape.heads, shape.head_width, (shape.queries, shape.cells)
+    value = H if shape.latent is None else shape.latent
+    cell = 2 * H if shape.latent is None else H
+    pairs = T * (S - T) + T * (T + 1) // 2
+    ends = T * N * (2 * H + 2 * value + 4) + 4 * (T + S)
+    return Work(2 * S * K * cell + ends, 2 * N * pairs * (H + value))
+
+
+def small(shape: Shape) -> Shape:
+    """Returns the shape at a size that any machine does at once."""
+    return shape._replace(queries=64, cells=64)

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels.backends import Backend
 from pallas_kernels.grouped_matmul.op import grouped_matmul
 from pallas_kernels.grouped_matmul.weights import OfLayers, QuantizedExperts, Weight
+from pallas_kernels.inputs import Work, scales, scattered
 
 CODE_TYPES = {"int8": np.dtype(np.int8), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -192,3 +193,33 @@ def abstract_call(case: Case, backend: Backend):
         return grouped_matmul(x_SD, OfLayers(weight, layer), sizes_E, backend=backend)
 
     return call, (*inputs, array((E,), jnp.int32))
+
+
+def concrete(case: Case, backend: Backend, rng: np.random.Generator):
+    """Returns arguments of `abstract_call`, on the device: rows in the experts' order."""
+    x_SD, weight, *_ = abstract_call(case, backend)[1]
+    seeds = [int(seed) for seed in rng.integers(2**31, size=3)]
+    made: Any
+    if isinstance(weight, QuantizedExperts):
+        codes = scattered(weight.codes, seeds[1])
+        made = QuantizedExperts(codes, scales(weight.scales, seeds[2]))
+    else:
+        made = scattered(weight, seeds[1])
+    sizes_E = jnp.asarray(np.array(case.sizes, np.int32))
+    layer = min(case.layer or 0, case.layers - 1)
+    return scattered(x_SD, seeds[0]), made, jnp.int32(layer), sizes_E
+
+
+def work(case: Case) -> Work:
+    """Returns the least that a call has to do: matrices of experts that have rows are read once."""
+    S, D, F = sum(case.sizes), case.inputs, case.outputs
+    item = DTYPES[case.dtype].itemsize
+    matrix = D * F * (1 if case.codes else item) + 4 * F * case.groups
+    used = sum(size > 0 for size in case.sizes)
+    return Work(used * matrix + S * (D * item + 4 * F), 2 * S * D * F)
+
+
+def small(case: Case) -> Case:
+    """Returns the case at a size that any machine does at once."""
+    less: dict[str, Any] = {"inputs": 256, "outputs": 384, "layers": 2, "layer": 1}
+    return dataclasses.replace(case, sizes=(2, 0, 3, 3), **less)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.backends import Backend
+from pallas_kernels.inputs import Work, scales, scattered
 from pallas_kernels.kv_write.op import kv_write
 from pallas_kernels.pages import Pages
 
@@ -111,6 +112,7 @@ class Shape(NamedTuple):
     cell: int
     page: int = 64
     dtype: str = "bfloat16"
+    pages: int = 1024
 
 
 SHAPES = {
@@ -131,7 +133,7 @@ SHAPES = {
 def abstract_call(shape: Shape, backend: Backend):
     """Returns (function, abstract arguments) of a shape; its pages are the first."""
     array = jax.ShapeDtypeStruct
-    T, K, W, P = shape.runs * shape.run, shape.heads, shape.page, 1024
+    T, K, W, P = shape.runs * shape.run, shape.heads, shape.page, shape.pages
     coded = shape.dtype in ("int8", "float8")
     scales = array((P, K, 2, W), jnp.float32) if coded else None
     dtype = jnp.dtype(DTYPES[shape.dtype])
@@ -150,3 +152,32 @@ def abstract_call(shape: Shape, backend: Backend):
         )
 
     return call, (pages, array((T, K, shape.cell), jnp.bfloat16), *places)
+
+
+def concrete(shape: Shape, backend: Backend, rng: np.random.Generator):
+    """Returns arguments of `abstract_call`, on the device: runs that begin anywhere in a page."""
+    pages, cell_TKC, *_ = abstract_call(shape, backend)[1]
+    seeds = [int(seed) for seed in rng.integers(2**31, size=3)]
+    places = -(-shape.run // shape.page) + 1
+    numbers = rng.permutation(np.arange(1, shape.pages))[: shape.runs * places]
+    table = numbers.reshape(shape.runs, places).astype(np.int32)
+    starts = rng.integers(shape.page, size=(shape.runs, 1))
+    place, offset = np.divmod(starts + np.arange(shape.run), shape.page)
+    page_T = np.take_along_axis(table, place, axis=1).reshape(-1)
+    offset_T = offset.reshape(-1).astype(np.int32)
+    scale = None if pages.scale_PK2W is None else scales(pages.scale_PK2W, seeds[2])
+    made = Pages(scattered(pages.cells, seeds[0]), scale)
+    new = scattered(cell_TKC, seeds[1])
+    return made, new, jnp.asarray(page_T), jnp.asarray(offset_T)
+
+
+def work(shape: Shape) -> Work:
+    """Returns the least that a call has to do: cells are read, and stored."""
+    T, K, coded = shape.runs * shape.run, shape.heads, shape.dtype in ("int8", "float8")
+    stored = shape.cell * np.dtype(DTYPES[shape.dtype]).itemsize + (8 if coded else 0)
+    return Work(T * K * (2 * shape.cell + stored) + 8 * T, 0)
+
+
+def small(shape: Shape) -> Shape:
+    """Returns the shape at a size that any machine does at once."""
+    return shape._replace(runs=4, run=min(shape.run, shape.page), pages=16)

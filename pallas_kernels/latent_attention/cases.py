@@ -3,9 +3,22 @@
 
 from typing import Any
 
+import numpy as np
+
 from pallas_kernels.backends import Backend
+from pallas_kernels.inputs import Work
 from pallas_kernels.latent_attention.op import latent_attention
-from pallas_kernels.paged_attention.cases import TWO_WINDOWS, Case, Shape, abstract_inputs
+from pallas_kernels.paged_attention.cases import (
+    TWO_WINDOWS,
+    Case,
+    Shape,
+    abstract_inputs,
+    attention_work,
+    full_rows,
+    small,
+)
+
+__all__ = ["CASES", "SHAPES", "abstract_call", "concrete", "small", "work"]
 
 LATENT: dict[str, Any] = {"latent": 16, "head_width": 24, "heads": (4, 1)}
 DECODE: dict[str, Any] = {"starts": (0, 1, 28, 104), "counts": (1, 1, 1, 1), **LATENT}
@@ -50,3 +63,13 @@ def abstract_call(shape: Shape, backend: Backend):
         return latent_attention(q, pages, rows, window, rank=RANK, scale=0.1, backend=backend)
 
     return call, abstract_inputs(shape, WIDTH if backend.kind == "tpu" else shape.head_width)
+
+
+def concrete(shape: Shape, backend: Backend, rng: np.random.Generator):
+    """Returns arguments of `abstract_call`, on the device: contexts that are full."""
+    return full_rows(shape, abstract_call(shape, backend)[1], rng)
+
+
+def work(shape: Shape) -> Work:
+    """Returns the least that a call has to do: every latent is read once, for all heads."""
+    return attention_work(shape, shape.head_width, RANK)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.backends import Backend
+from pallas_kernels.inputs import Work, scales, scattered
 from pallas_kernels.paged_attention.op import paged_attention
 from pallas_kernels.paged_attention.rows import NO_WINDOW, Rows
 from pallas_kernels.pages import Pages
@@ -261,3 +262,52 @@ def abstract_call(shape: Shape, backend: Backend):
         )
 
     return call, abstract_inputs(shape, width)
+
+
+def concrete(shape: Shape, backend: Backend, rng: np.random.Generator):
+    """Returns arguments of `abstract_call`, on the device: see `full_rows`."""
+    return full_rows(shape, abstract_call(shape, backend)[1], rng)
+
+
+def full_rows(shape: Shape, abstract: Any, rng: np.random.Generator):
+    """Returns (q, pages, rows, window) of contexts that are full, their pages in random order.
+
+    A tree is a chain: its queries see what a chunk's do.
+    """
+    q, pages, rows, _ = abstract
+    B, T, J = shape.rows, shape.width, shape.context // shape.page
+    seeds = [int(seed) for seed in rng.integers(2**31, size=3)]
+    scale = None if pages.scale_PK2W is None else scales(pages.scale_PK2W, seeds[2])
+    table_BJ = rng.permutation(np.arange(1, B * J + 1, dtype=np.int32)).reshape(B, J)
+    depth_BT = ancestors_BT = None
+    if rows.depth_BT is not None:
+        depth_BT = jnp.tile(jnp.arange(T, dtype=jnp.int32), (B, 1))
+        ancestors_BT = (2 << depth_BT) - 1
+    start_B = jnp.full((B,), shape.context - T, jnp.int32)
+    made = Rows(
+        jnp.asarray(table_BJ), start_B, jnp.full((B,), T, jnp.int32), depth_BT, ancestors_BT
+    )
+    cells = scattered(pages.cells, seeds[1])
+    return scattered(q, seeds[0]), Pages(cells, scale), made, jnp.int32(shape.window)
+
+
+def work(shape: Shape) -> Work:
+    """Returns the least that a call has to do: every cell that some query sees is read once."""
+    return attention_work(shape, 2 * shape.head_width, shape.head_width)
+
+
+def attention_work(shape: Shape, cell: int, value: int) -> Work:
+    """Returns `work` for cells of `cell` numbers, whose values are `value` of them."""
+    (N, K), B, T, C = shape.heads, shape.rows, shape.width, shape.context
+    seen = min(C, shape.window + T - 1)
+    pairs = sum(min(shape.window, C - T + t + 1) for t in range(T))
+    item = jnp.dtype(CODES.get(shape.codes or "", jnp.bfloat16)).itemsize
+    cell_bytes = cell * item + (8 if shape.codes else 0)
+    ends = B * T * N * (2 * shape.head_width + 2 * value + 4)  # queries, outputs, log-sum-exps
+    flops = 2 * B * N * pairs * (shape.head_width + value)
+    return Work(B * K * seen * cell_bytes + ends, flops)
+
+
+def small(shape: Shape) -> Shape:
+    """Returns the shape at a size that any machine does at once."""
+    return shape._replace(rows=2, width=min(shape.width, 8), context=4 * shape.page)

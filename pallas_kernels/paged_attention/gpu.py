@@ -119,7 +119,10 @@ def declines(
     W = pages.cells.shape[2]
     if W & (W - 1):
         return f"page_size={W} is no power of two"
-    need = tile_of(q_BTNH, pages, rows, call, backend).shared_bytes()
+    tile = tile_of(q_BTNH, pages, rows, call, backend)
+    if tile.group * tile.parts * tile.kv_heads != q_BTNH.shape[2]:
+        return f"{tile.group} query heads a program, which share out no KV head's evenly"
+    need = tile.shared_bytes()
     if need > backend.shared_bytes:
         return f"{need} bytes of shared memory; there are {backend.shared_bytes}"
     return too_many_to_number(pages.cells)

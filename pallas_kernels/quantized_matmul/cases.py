@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.backends import Backend
+from pallas_kernels.inputs import Work, scales, scattered
 from pallas_kernels.quantized_matmul.op import quantized_matmul
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight, pack_int4
 
@@ -120,6 +121,7 @@ W8A8: dict[str, Any] = {"activations": "int8"}
 # q, k and v together, then the output's matrix; up and gate are alike.
 SHAPES = {
     "llama-3.1-8b qkv, 8 rows, int8": real(8, 4096, 6144, "int8", None),
+    "llama-3.1-8b up, 16 rows, int8": real(16, 4096, 14336, "int8", None),
     "llama-3.1-8b up, 64 rows, int8": real(64, 4096, 14336, "int8", None),
     "llama-3.1-8b down, 64 rows, int8": real(64, 14336, 4096, "int8", None),
     "llama-3.1-8b up, 64 rows, W8A8": real(64, 4096, 14336, "int8", None, **W8A8),
@@ -165,3 +167,31 @@ def abstract_call(case: Case, backend: Backend):
         return quantized_matmul(x_TD, weight, activations=case.activations, backend=backend)
 
     return call, (array((case.rows, D), jnp.dtype(case.dtype)), weight)
+
+
+def concrete(case: Case, backend: Backend, rng: np.random.Generator):
+    """Returns arguments of `abstract_call`, on the device."""
+    x_TD, weight = abstract_call(case, backend)[1]
+    seeds = [int(seed) for seed in rng.integers(2**31, size=3)]
+    zeros: Any = None
+    if case.zeros:
+        center = 8.0 if case.codes == "int4" else 0.0
+        zeros = jnp.full(weight.zeros.shape, center + 0.5, jnp.float32)
+    codes = scattered(weight.codes, seeds[1])
+    made = QuantizedWeight(codes, scales(weight.scales, seeds[2]), zeros)
+    return scattered(x_TD, seeds[0]), made
+
+
+def work(case: Case) -> Work:
+    """Returns the least that a call has to do: codes and scales are read once."""
+    T, D, F = case.rows, case.inputs, case.outputs
+    code_bytes = F * D // 2 if case.codes == "int4" else F * D
+    scale_bytes = 4 * F * case.groups * (2 if case.zeros else 1)
+    ends = T * D * DTYPES[case.dtype].itemsize + 4 * T * F
+    numbers = "int8" if case.activations == "int8" else "bfloat16"
+    return Work(code_bytes + scale_bytes + ends, 2 * T * D * F, numbers)
+
+
+def small(case: Case) -> Case:
+    """Returns the case at a size that any machine does at once."""
+    return dataclasses.replace(case, rows=min(case.rows, 8), inputs=512, outputs=384)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.backends import Backend, decline
+from pallas_kernels.backends import Backend, say_left
 from pallas_kernels.grouped_matmul import OfLayers, QuantizedExperts, gpu, grouped_matmul, tpu, xla
 from pallas_kernels.grouped_matmul.cases import CASES, SHAPES, Case, make_inputs
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
@@ -272,7 +272,7 @@ def test_what_a_kernel_cannot_do_is_left_to_xla_with_the_reason(text):
 
 
 def test_what_is_left_to_xla_is_done_all_the_same(caplog):
-    decline.cache_clear()
+    say_left.cache_clear()
     case = Case(sizes=(3, 2), inputs=8, outputs=5, codes="int8", group=2)
     x_SD, weight, sizes_E = jax.tree.map(jnp.asarray, make_inputs(case))
     y_SF = grouped_matmul(x_SD, weight, sizes_E, backend=V5P)  # on a CPU: its kernel would fail
