@@ -3,7 +3,7 @@
 
     python -m scripts.benchmark
         --suite=decode|prefill|startup|loading|peers|serving|sampling|scheduler|steps|scoring
-                |prefix|processes
+                |prefix|processes|kernels
         [--output=F.json] [--charts=FOLDER] [--repeats=N]
         [--peer_python=PYTHON --peer_model=FOLDER --peer_gguf=FILE]
 
@@ -13,8 +13,10 @@ loading: files to parameters, beside a copy of them, and GGUF types beside the g
 serving: users' requests, with continuous batching, static batches and the peers. sampling: what
 each field costs. scheduler: host time of a step, with no device work. steps: several decode steps
 in one dispatch against one. scoring: choices in one call, and one by one. prefix: the cache of
-prefixes beside none. processes: the leader's host time by the number of processes. Rounds during
-which other processes used more than 0.1 core are void and done again; serving tells what they used.
+prefixes beside none. processes: the leader's host time by the number of processes. kernels: each
+operation at the shapes of models, beside the device's rates and jax's own kernels; --model plays no
+part. Rounds during which other processes used more than 0.1 core are void and done again; serving
+tells what they used.
 """
 
 import contextlib
@@ -28,6 +30,7 @@ from absl import flags
 from engine.config import EngineConfig
 from scripts.benchmarks import (
     decode,
+    kernels,
     loading,
     multistep,
     pools,
@@ -53,12 +56,16 @@ from scripts.command_line import (
 
 
 class Suite(NamedTuple):
-    """What a suite measures and how its figures are shown. `peers`: whether it has them."""
+    """What a suite measures and how its figures are shown.
+
+    peers: whether it has other engines. model: whether it has a model.
+    """
 
     measure: Callable[[Settings], dict[str, Any]]
     tables: Callable[[dict[str, Any]], list[Table]]
     charts: Callable[[dict[str, Any]], list[Chart]]
     peers: Literal["never", "perhaps", "always"]
+    model: bool = True
 
 
 SUITES = {
@@ -74,6 +81,7 @@ SUITES = {
     "scoring": Suite(scoring.measure, scoring.tables, scoring.charts, "never"),
     "prefix": Suite(prefix.measure, prefix.tables, prefix.charts, "never"),
     "processes": Suite(processes.measure, processes.tables, processes.charts, "never"),
+    "kernels": Suite(kernels.measure, kernels.tables, kernels.charts, "never", model=False),
 }
 POOLS = Suite(pools.measure, pools.tables, pools.charts, "never")
 
@@ -85,7 +93,8 @@ def main() -> None:
     suite = chosen_suite(FLAGS, settings)
     with usage_errors():
         EngineConfig(model=settings.model, **settings.options)
-    about = {"suite": FLAGS.suite, "model": settings.model, "options": settings.options}
+    model = settings.model if suite.model else None
+    about = {"suite": FLAGS.suite, "model": model, "options": settings.options}
     with contextlib.ExitStack() as files:
         # Opened before the work, so that a wrong path costs none.
         output = (
@@ -96,9 +105,8 @@ def main() -> None:
         machine = about_machine()
         if output is not None:
             output.write(to_json(about | {"machine": machine} | figures) + "\n")
-    print(
-        f"{settings.model} on {machine['device']}, {machine['cores']} cores, jax {machine['jax']}"
-    )
+    measured = model or FLAGS.suite
+    print(f"{measured} on {machine['device']}, {machine['cores']} cores, jax {machine['jax']}")
     print_tables(suite.tables(figures))
     if charts is not None:
         with usage_errors(f"--charts={FLAGS.charts} cannot be written: "):

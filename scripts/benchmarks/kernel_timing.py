@@ -3,7 +3,8 @@
 
 Calls stand one after another in one program. What a call is given passes a barrier together with
 what the call before it gave, so that calls neither overlap nor are found to be the same one, and
-nothing of them is done ahead of the loop.
+nothing of them is done ahead of the loop. In service no weight or page is in a cache from the call
+before: calls take several copies of their arguments in turn, unless these are larger than caches.
 """
 
 import time
@@ -17,47 +18,59 @@ from scripts.benchmarks.rounds import Figures
 
 Call = Callable[..., Any]
 LEAST_S = 0.05  # of a run: dispatch and the clock no longer show
-FIRST_CALLS, MOST_CALLS = 4, 20_000
+FIRST_CALLS, MOST_CALLS = 8, 20_000
+CACHE_BYTES, MOST_COPIES = 128 * 2**20, 4
 IN_PLACE = ("kv_write",)  # of operations: the first argument is what comes back
 
 
-class Program(NamedTuple):
-    """`calls` calls in a row, compiled; `in_place`: the first argument is donated."""
-
-    run: Callable[..., Any]
-    calls: int
-    in_place: bool
-
-
 class Contender(NamedTuple):
-    """Something to be timed: `make` gives its arguments, anew for each run, on the device.
-
-    So that no two contenders' arguments have to be in memory at once.
-    """
+    """Something to be timed: `make` gives its arguments, anew for each run, on the device, so that
+    no two contenders' have to be in memory at once. in_place: the first is what comes back."""
 
     call: Call
     make: Callable[[], Any]
     in_place: bool = False
 
+    @property
+    def copies(self) -> int:
+        """How many of its arguments a run takes in turn."""
+        given = jax.tree.leaves(jax.eval_shape(self.make))
+        size = sum(array.size * array.dtype.itemsize for array in given)
+        return 1 if self.in_place else min(MOST_COPIES, -(-CACHE_BYTES // max(size, 1)))
 
-def chained(call: Call, calls: int, in_place: bool = False) -> Call:
-    """Returns the function of `call`'s arguments that does it so often and gives the last result.
+
+class Program(NamedTuple):
+    """`calls` calls in a row, compiled, of so many copies of arguments."""
+
+    run: Callable[..., Any]
+    calls: int
+    copies: int
+
+
+def chained(call: Call, loops: int, in_place: bool = False) -> Call:
+    """Returns the function of (first argument, others) or (None, copies of all arguments) that does
+    `call` so often with each copy, one after another, and gives the last result.
 
     A new function each time: jax traces it, and asks for block sizes, anew.
     """
 
-    def run(*arguments: Any) -> Any:
-        def step(_: Any, carry: Any) -> Any:
-            given, _ = carry
-            result = call(*given)
-            if in_place:
-                return jax.lax.optimization_barrier(((result, *given[1:]), None))
-            return jax.lax.optimization_barrier((given, result))
+    def in_turn(_: Any, carry: Any) -> Any:
+        copies, result = carry
+        for place in range(len(copies)):
+            result = call(*copies[place])
+            copies, result = jax.lax.optimization_barrier((copies, result))
+        return copies, result
 
-        nothing = None if in_place else jax.tree.map(unlike, jax.eval_shape(call, *arguments))
-        # The number of calls is known to the compiler: a GPU's loop then asks no host to go on.
-        given, result = jax.lax.fori_loop(0, calls, step, (arguments, nothing))
-        return given[0] if in_place else result
+    def again(_: Any, carry: Any) -> Any:
+        first, others = carry
+        return jax.lax.optimization_barrier((call(first, *others), others))
+
+    def run(first: Any, others: Any) -> Any:
+        # The number of loops is known to the compiler: a GPU's then asks no host to go on.
+        if in_place:
+            return jax.lax.fori_loop(0, loops, again, (first, others))[0]
+        nothing = jax.tree.map(unlike, jax.eval_shape(call, *others[0]))
+        return jax.lax.fori_loop(0, loops, in_turn, (others, nothing))[1]
 
     return run
 
@@ -68,46 +81,54 @@ def unlike(array: Any) -> jax.Array:
     return jnp.full(array.shape, jnp.nan if is_float else 0, array.dtype)
 
 
-def compiled(call: Call, arguments: Any, calls: int, in_place: bool = False) -> Program:
-    """Returns the program of so many calls; raises whatever the compiler does."""
-    donated = 0 if in_place else ()
-    made = jax.jit(chained(call, calls, in_place), donate_argnums=donated)
-    return Program(made.lower(*arguments).compile(), calls, in_place)
+def given(contender: Contender, copies: int) -> Any:
+    """Returns what a program is run with."""
+    if contender.in_place:
+        first, *others = contender.make()
+        return first, tuple(others)
+    return None, tuple(contender.make() for _ in range(copies))
 
 
-def seconds_once(program: Program, arguments: Any) -> tuple[float, Any]:
-    """Returns (seconds of one run, what it gave); of arguments that may be donated."""
-    jax.block_until_ready(arguments)
+def compiled(contender: Contender, calls: int) -> Program:
+    """Returns the program of so many calls, or a few more; raises whatever the compiler does."""
+    copies = contender.copies
+    loops = -(-calls // copies)
+    run = chained(contender.call, loops, contender.in_place)
+    arguments = jax.eval_shape(lambda: given(contender, copies))
+    donated = 0 if contender.in_place else ()
+    made = jax.jit(run, donate_argnums=donated).lower(*arguments).compile()
+    return Program(made, loops * copies, copies)
+
+
+def timed_twice(contender: Contender, program: Program) -> tuple[float, Any]:
+    """Returns (seconds of a run, its result), after one to warm up."""
+    first, others = jax.block_until_ready(given(contender, program.copies))
+    result = jax.block_until_ready(program.run(first, others))
+    if contender.in_place:
+        first = result
+    del result
     begin = time.perf_counter()
-    result = jax.block_until_ready(program.run(*arguments))
+    result = jax.block_until_ready(program.run(first, others))
     return time.perf_counter() - begin, result
 
 
-def long_enough(contender: Contender, least_s: float | None = None) -> Program:
-    """Returns a program of as many calls as take LEAST_S, or thereabouts."""
+def long_enough(contender: Contender, least_s: float | None = None) -> tuple[Program, Any]:
+    """Returns (a program of as many calls as take LEAST_S, or thereabouts; the last result)."""
     least_s = LEAST_S if least_s is None else least_s
     calls = FIRST_CALLS
     while True:
-        arguments = contender.make()
-        program = compiled(contender.call, arguments, calls, contender.in_place)
-        seconds, result = seconds_once(program, arguments)
-        if not contender.in_place:
-            seconds = min(seconds, seconds_once(program, arguments)[0])
-        del arguments, result
+        program = compiled(contender, calls)
+        seconds, result = timed_twice(contender, program)
         if seconds >= least_s / 2 or calls >= MOST_CALLS:
-            return program
+            return program, result
+        del result
         # Dispatch is part of a short run: it may take another, longer one to see the calls.
         calls = min(MOST_CALLS, max(2 * calls, round(calls * least_s / seconds)))
 
 
 def timed(contender: Contender, program: Program) -> Figures:
-    """Returns the seconds of a call in one run, after one to warm up."""
-    arguments = contender.make()
-    result = seconds_once(program, arguments)[1]
-    if program.in_place:
-        arguments = (result, *arguments[1:])
-    del result
-    return {"seconds": seconds_once(program, arguments)[0] / program.calls}
+    """Returns the seconds of a call."""
+    return {"seconds": timed_twice(contender, program)[0] / program.calls}
 
 
 def difference(found: Any, wanted: Any) -> float:
@@ -130,4 +151,3 @@ def first_line(error: BaseException) -> str:
     """Returns what an error says first, and of which kind it is."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-

@@ -101,7 +101,7 @@ def define_flags(suites: list[str]) -> flags.FlagValues:
     shapes = ["1x64", "1x512", "8x64", "32x64", "1x2048"]
     flags.DEFINE_list("shapes", shapes, "prefill: prompts x tokens of each.", flag_values=values)
     flags.DEFINE_list(
-        "fields", [], "sampling, prefix: only these, such as mixed.", flag_values=values
+        "fields", [], "sampling, prefix, kernels: only these, such as mixed.", flag_values=values
     )
     integer("num_requests", 200, 1, "serving, scoring, prefix: how many requests, or choices.")
     integer("prefix_tokens", 1500, 1, "prefix: tokens of what is shared or resumed.")
