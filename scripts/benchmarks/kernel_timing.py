@@ -49,17 +49,18 @@ class Program(NamedTuple):
 
 def chained(call: Call, loops: int, in_place: bool = False) -> Call:
     """Returns the function of (first argument, others) or (None, copies of all arguments) that does
-    `call` so often with each copy, one after another, and gives the last result.
+    `call` so often with each copy, one after another. It gives the first argument as it is then, or
+    the last result with each copy: a result that nobody asks for need not be computed.
 
     A new function each time: jax traces it, and asks for block sizes, anew.
     """
 
     def in_turn(_: Any, carry: Any) -> Any:
-        copies, result = carry
+        copies, results = carry[0], []
         for place in range(len(copies)):
-            result = call(*copies[place])
-            copies, result = jax.lax.optimization_barrier((copies, result))
-        return copies, result
+            copies, result = jax.lax.optimization_barrier((copies, call(*copies[place])))
+            results.append(result)
+        return copies, results
 
     def again(_: Any, carry: Any) -> Any:
         first, others = carry
@@ -69,7 +70,7 @@ def chained(call: Call, loops: int, in_place: bool = False) -> Call:
         # The number of loops is known to the compiler: a GPU's then asks no host to go on.
         if in_place:
             return jax.lax.fori_loop(0, loops, again, (first, others))[0]
-        nothing = jax.tree.map(unlike, jax.eval_shape(call, *others[0]))
+        nothing = [jax.tree.map(unlike, jax.eval_shape(call, *given)) for given in others]
         return jax.lax.fori_loop(0, loops, in_turn, (others, nothing))[1]
 
     return run
@@ -101,7 +102,7 @@ def compiled(contender: Contender, calls: int) -> Program:
 
 
 def timed_twice(contender: Contender, program: Program) -> tuple[float, Any]:
-    """Returns (seconds of a run, its result), after one to warm up."""
+    """Returns (seconds of a run, the last call's result), after one to warm up."""
     first, others = jax.block_until_ready(given(contender, program.copies))
     result = jax.block_until_ready(program.run(first, others))
     if contender.in_place:
@@ -109,7 +110,8 @@ def timed_twice(contender: Contender, program: Program) -> tuple[float, Any]:
     del result
     begin = time.perf_counter()
     result = jax.block_until_ready(program.run(first, others))
-    return time.perf_counter() - begin, result
+    seconds = time.perf_counter() - begin
+    return seconds, result if contender.in_place else result[-1]
 
 
 def long_enough(contender: Contender, least_s: float | None = None) -> tuple[Program, Any]:

@@ -8,8 +8,13 @@ import sys
 import pytest
 
 from checkpoints.gguf_blocks import BLOCK_TYPES
+from pallas_kernels.backends import Backend
+from pallas_kernels.quantized_matmul import cases as quantized
 from scripts import benchmark
 from scripts.benchmarks import (
+    kernel_peers,
+    kernel_timing,
+    kernels,
     prefix,
     prefix_engines,
     prefix_host,
@@ -208,6 +213,71 @@ def test_sampling(measured, monkeypatch):
     assert figures["sampling"][0]["fields"].keys() == {"greedy", "mixed"}
 
 
+@pytest.fixture
+def few_calls(monkeypatch):
+    """Has kernels be timed in few calls, and the device's rates at little."""
+    monkeypatch.setattr(kernel_timing, "LEAST_S", 0.001)
+    for name, value in {"COPY_BYTES": 4096, "SIDE": 64}.items():
+        monkeypatch.setattr(kernels, name, value)
+        monkeypatch.setattr(kernels, f"SMALL_{name}", value)
+
+
+def test_kernels_without_a_chip(measured, few_calls):
+    figures, out, charts = measured("kernels", "--fields=kv_write,quantized_matmul")
+    assert figures["model"] is None and figures["backend"] == "xla" and not figures["goals"]
+    assert [row["operation"] for row in figures["kernels"]] == ["kv_write", "quantized_matmul"]
+    for row in figures["kernels"]:
+        assert row["shape"].endswith(", made small") and row["engines"].keys() == {"xla"}
+        seconds = row["engines"]["xla"]["seconds"]
+        assert row["share_of_limit"] == pytest.approx(row["limit_s"] / seconds)
+        assert row["limit_s"] >= row["work"]["bytes"] / figures["rates"]["copy"] > 0
+    assert "kernels on cpu" in out and "XLA's code alone, at the first shape of each" in out
+    assert "GB/s (read and written)" in out and "Goals" not in out and charts == {"kernels"}
+
+
+def test_kernels_beside_peers(measured, few_calls, monkeypatch):
+    name = kernels.GOALS[1].shape
+    shapes = {name: quantized.real(8, 256, 256, "int8", None)}
+    shapes["by 12"] = quantized.real(8, 60, 128, "int8", 12)
+    monkeypatch.setattr(quantized, "SHAPES", shapes)
+    monkeypatch.setattr(kernels, "choose", lambda *_: Backend("tpu", "v5e", True))
+    right = kernel_peers.plain_matmul(shapes[name])
+
+    def declines(shape):
+        raise kernel_peers.Declines("it has no time")
+
+    def refused(x_TD, matrix_FD):
+        raise NotImplementedError("no such thing\nand more")
+
+    peers = {
+        "plain": kernel_peers.plain_matmul,
+        "idle": declines,
+        "refused": lambda shape: right._replace(call=refused),
+        "wrong": lambda shape: right._replace(call=lambda *arrays: 2 * right.call(*arrays)),
+    }
+    monkeypatch.setitem(kernel_peers.PEERS["tpu"], "quantized_matmul", peers)
+    figures, out, _ = measured("kernels", "--fields=quantized_matmul")
+    row, declined = figures["kernels"]
+    assert row["engines"].keys() == {"kernel", "xla", "plain"}
+    assert row["reasons"] == {
+        "idle": "it has no time",
+        "refused": "NotImplementedError: no such thing",
+        "wrong": "its result differs by 1 of the largest number",
+    }
+    seconds = row["engines"]["kernel"]["seconds"]
+    assert row["shares"]["copy"] == pytest.approx(
+        row["work"]["bytes"] / figures["rates"]["copy"] / seconds
+    )
+    assert declined["engines"].keys() == {"xla", "plain"} and declined["share_of_limit"] is None
+    assert "Declined: quantized_matmul: groups of 12" in declined["reasons"]["kernel"]
+    [goal] = figures["goals"]
+    assert (goal["shape"], goal["share"]) == (name, row["shares"]["copy"])
+    heads, *lines = out[out.index("shape") :].splitlines()[:3]
+    assert heads.split()[:2] == ["shape", "kernel"] and "plain us" in heads
+    assert lines[0].split()[-3:] == ["-", "-", "-"]
+    assert "Goals" in out and ">= 75%" in out and ("reached" in out) != ("missed" in out)
+
+
 def test_scheduler(measured, monkeypatch):
     monkeypatch.setattr(scheduler, "ROWS", (1, 32, 256))
     monkeypatch.setattr(scheduler, "STEPS", 8)
@@ -360,6 +430,7 @@ WRONG = {
     "batching": (["--batching=dynamic"], "batching='dynamic' is not known"),
     "charts": (["--charts=README.md"], "--charts=README.md cannot be a folder"),
     "output": (["--output=no/x"], "name a file in a folder that exists"),
+    "kernels": (["--suite=kernels", "--fields=matmul"], "--fields=matmul is unknown; name some of"),
     "model": (["--suite=startup", "--model=none"], "none: no such file or folder"),
 }
 

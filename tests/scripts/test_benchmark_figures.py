@@ -8,12 +8,15 @@ import sys
 import time
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from engine import SamplingParams
 from engine.request import Request
-from scripts.benchmarks import decode, rounds, startup
+from scripts.benchmarks import decode, kernel_timing, kernels, rounds, startup
+from scripts.benchmarks.kernel_timing import Contender, compiled, difference, timed_twice
 from scripts.benchmarks.machine import CpuWatch, ReadBandwidth, process_ticks
 from scripts.benchmarks.peer import Peer, PeerPlan, started_peers
 from scripts.benchmarks.replay import (
@@ -29,6 +32,90 @@ from scripts.command_line import UsageError
 from tests.fixtures import byte_tokenizer
 
 # --- figures ---
+
+
+def numbers(*shape):
+    """Returns what makes arrays of a shape, one a call."""
+    return lambda: (jnp.ones(shape, jnp.float32), jnp.full(shape, 0.5, jnp.float32))
+
+
+def test_a_program_does_its_calls_with_each_copy_in_turn(monkeypatch):
+    monkeypatch.setattr(kernel_timing, "CACHE_BYTES", 3 * 2 * 4 * 4)
+    seen = []
+
+    def call(x, w):
+        io_callback(lambda: seen.append(1), None, ordered=True)
+        return x + w
+
+    contender = Contender(call, numbers(2, 2))
+    program = compiled(contender, 7)
+    assert (program.copies, program.calls) == (3, 9)
+    seconds, result = timed_twice(contender, program)
+    assert len(seen) == 2 * 9 and seconds > 0 and np.asarray(result).tolist() == [[1.5, 1.5]] * 2
+
+
+def test_a_program_in_place_goes_on_from_what_came_back():
+    contender = Contender(lambda x, w: x + w, numbers(2, 2), in_place=True)
+    program = compiled(contender, 10)
+    assert (program.copies, program.calls) == (1, 10)
+    assert float(timed_twice(contender, program)[1][0, 0]) == 1 + 2 * 10 * 0.5
+
+
+def test_no_call_is_done_ahead_of_the_loop_or_left_out(monkeypatch):
+    monkeypatch.setattr(kernel_timing, "CACHE_BYTES", 1 << 30)
+    contender = Contender(jnp.dot, numbers(96, 96))
+    text = compiled(contender, 8).run.as_text()
+    entry = text[text.index("ENTRY ") :]
+    assert text.count(" dot(") == contender.copies == 4 and " dot(" not in entry
+
+
+def test_a_run_is_long_enough(monkeypatch):
+    lengths = []
+
+    def timed(contender, program):
+        lengths.append(program.calls)
+        return 1e-3 + program.calls * 1e-5, None  # dispatch, and the calls
+
+    monkeypatch.setattr(kernel_timing, "timed_twice", timed)
+    monkeypatch.setattr(kernel_timing, "CACHE_BYTES", 1)
+    program, _ = kernel_timing.long_enough(Contender(jnp.add, numbers(2, 2)))
+    assert lengths == [8, 370, program.calls] and 0.025 <= program.calls * 1e-5 <= 0.1
+
+
+def test_results_differ_by_a_share_of_the_largest_number():
+    ones = (jnp.array([1.0, -4.0]), jnp.array([2, 3]))
+    assert difference(ones, ones) == 0
+    assert difference((jnp.array([1.5, -4.0]), jnp.array([2, 3])), ones) == 0.125
+    assert np.isnan(difference((jnp.array([jnp.nan, -4.0]), jnp.array([2, 3])), ones))
+
+
+def test_the_limit_of_a_call_is_its_bytes_or_its_operations():
+    rates = {"copy": 100.0, "matmul": 1000.0, "int8": 2000.0}
+    row = {"engines": {"kernel": {"seconds": 4.0}}, "reasons": {}}
+    work = {"bytes": 200, "flops": 3000, "numbers": "bfloat16"}
+    found = kernels.with_shares(row | {"work": work}, rates)
+    assert (found["limit_s"], found["bound"], found["share_of_limit"]) == (3, "matmul", 0.75)
+    assert found["shares"] == {"copy": 0.5, "matmul": 0.75}
+    found = kernels.with_shares(row | {"work": work | {"numbers": "int8"}}, rates)
+    assert (found["limit_s"], found["bound"]) == (2, "copy")
+    # A device without a rate for int8 is held to that of bfloat16.
+    found = kernels.with_shares(row | {"work": work | {"numbers": "int8"}}, rates | {"int8": None})
+    assert found["limit_s"] == 3
+    failed = {"engines": {}, "reasons": {"kernel": "why"}, "work": work}
+    assert kernels.with_shares(failed, rates)["share_of_limit"] is None
+
+
+def test_goals_are_of_shapes_that_there_are():
+    for goal in kernels.GOALS:
+        assert (
+            goal.shape
+            in kernels.importlib.import_module(f"pallas_kernels.{goal.operation}.cases").SHAPES
+        )
+    row = {"operation": "flash_attention", "shape": "llama-3.1-8b"}
+    [goal] = kernels.reached([row | {"shares": {"copy": 0.9, "matmul": 0.6}}])
+    assert goal["share"] == 0.6 and kernels.is_reached(goal)
+    [goal] = kernels.reached([row | {"shares": {}}])
+    assert goal["share"] is None and not kernels.is_reached(goal)
 
 
 def test_decode_counts_what_comes_after_the_last_first_token():
