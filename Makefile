@@ -75,6 +75,7 @@ bench: $(STAMP)
 	$(call MEASURE,steps,--requests=1)
 	$(call MEASURE,scoring)
 	$(call MEASURE,prefix)
+	$(call MEASURE,kernels)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

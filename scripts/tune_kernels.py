@@ -165,13 +165,11 @@ class Search:
     """
 
     def __init__(self, operation: str, shape: Any, backend: Backend, repeats: int) -> None:
-        self._cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
-        self._shape, self._backend, self._repeats = shape, backend, repeats
-        self._in_place = operation in IN_PLACE
-        self._make = jax.jit(lambda: self._cases.concrete(shape, backend, np.random.default_rng(0)))
-        self.asked = self._ask()
+        self._repeats = repeats
+        self._with_sizes = partial(with_sizes, operation, shape, backend)
+        self.asked = asked_by(operation, shape, backend)
         self.passed_over = dict.fromkeys(("declined", "failed", "wrong"), 0)
-        contender = self._contender(self.asked.rule)
+        contender = self._with_sizes(self.asked.rule)
         try:
             program, self._wanted = long_enough(contender)
             seconds = self._median(contender, program)
@@ -181,28 +179,6 @@ class Search:
             raise Untunable("the rule's sizes give what is not finite")
         self.rule = Candidate(self.asked.rule, contender, program, seconds)
         self.seen = {key_of(self.asked.rule)}
-
-    def _ask(self) -> Asked:
-        """Returns what the kernel asks for sizes of."""
-        call, arguments = self._cases.abstract_call(self._shape, self._backend)
-        try:
-            with tuning.trial() as asked, kernels_only():
-                jax.eval_shape(call, *arguments)
-        except Declined as reason:
-            raise Untunable(f"declined: {reason}") from None
-        if not asked:
-            raise Untunable("there are no sizes to choose")
-        return asked[-1]
-
-    def _contender(self, blocks: Mapping[str, int]) -> Contender:
-        """Returns the kernel with these sizes. They are asked for as it is traced, in any call."""
-        call, _ = self._cases.abstract_call(self._shape, self._backend)
-
-        def tried(*arguments: Any) -> Any:
-            with tuning.trial(blocks), kernels_only():
-                return call(*arguments)
-
-        return Contender(tried, self._make, self._in_place)
 
     def _median(self, contender: Contender, program: Program) -> float:
         runs: dict[str, Run] = {"": partial(timed, contender, program)}
@@ -232,7 +208,7 @@ class Search:
         if key_of(blocks) in self.seen:
             return None
         self.seen.add(key_of(blocks))
-        contender = self._contender(blocks)
+        contender = self._with_sizes(blocks)
         try:
             program = compiled(contender, self.rule.program.calls)
             _, result = timed_twice(contender, program)
@@ -258,6 +234,35 @@ class Search:
         rounds, _ = quiet_rounds(runs, [], self._repeats, 0)
         best_s, rule_s = (medians([one[name] for one in rounds])["seconds"] for name in runs)
         return float(best_s), float(rule_s)
+
+
+def asked_by(operation: str, shape: Any, backend: Backend) -> Asked:
+    """Returns what a kernel asks for sizes of; raises Untunable if it does not."""
+    cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
+    call, arguments = cases.abstract_call(shape, backend)
+    try:
+        with tuning.trial() as asked, kernels_only():
+            jax.eval_shape(call, *arguments)
+    except Declined as reason:
+        raise Untunable(f"declined: {reason}") from None
+    if not asked:
+        raise Untunable("there are no sizes to choose")
+    return asked[-1]
+
+
+def with_sizes(
+    operation: str, shape: Any, backend: Backend, blocks: Mapping[str, int]
+) -> Contender:
+    """Returns a kernel with these sizes, which it asks for as it is traced, in any call."""
+    cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
+    call, _ = cases.abstract_call(shape, backend)
+    make = jax.jit(lambda: cases.concrete(shape, backend, np.random.default_rng(0)))
+
+    def tried(*arguments: Any) -> Any:
+        with tuning.trial(blocks), kernels_only():
+            return call(*arguments)
+
+    return Contender(tried, make, operation in IN_PLACE)
 
 
 def key_of(blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

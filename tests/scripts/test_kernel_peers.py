@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from engine import aot
 from pallas_kernels.backends import XLA, Backend
 from pallas_kernels.paged_attention import NO_WINDOW
-from scripts import check_kernels
+from scripts import check_kernels, tune_kernels
 from scripts.benchmarks import kernel_peers, kernels
 from scripts.benchmarks.kernel_peers import PEERS, Declines
 from scripts.benchmarks.kernel_timing import IN_PLACE, chained, difference, given
@@ -48,9 +48,13 @@ HERE = [
 ]
 
 
+def cases_of(operation):
+    return importlib.import_module(f"pallas_kernels.{operation}.cases")
+
+
 def both(make, operation, shape):
     """Returns (a peer's result, ours)."""
-    cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
+    cases = cases_of(operation)
     call, _ = cases.abstract_call(shape, XLA)
     arguments = jax.jit(lambda: cases.concrete(shape, XLA, np.random.default_rng(0)))()
     wanted = jax.tree.leaves(jax.jit(call)(*arguments))[0]
@@ -64,7 +68,7 @@ def both(make, operation, shape):
 
 
 def small(operation, name):
-    cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
+    cases = cases_of(operation)
     shape = cases.small(cases.SHAPES[name])
     if operation == "flash_attention":
         return shape._replace(queries=128, cells=128, heads=(4, 2))
@@ -104,7 +108,7 @@ def test_ragged_paged_attention_is_given_what_we_are(name, monkeypatch):
 
 def test_peers_say_what_they_do_not_do():
     def why(make, operation, name):
-        cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
+        cases = cases_of(operation)
         with pytest.raises(Declines) as caught:
             make(cases.SHAPES[name])
         return str(caught.value)
@@ -167,7 +171,7 @@ def compile_for(chip):
     """Prints a line for each peer and each of our programs: what, and its fault or None."""
     device, backend = check_kernels.chip_device(chip), Backend(CHIPS[chip], chip)
     for operation, peers in PEERS[backend.kind].items():
-        cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
+        cases = cases_of(operation)
         for name, shape in cases.SHAPES.items():
             if not name.startswith(("llama", "qwen", "mixtral")):
                 continue
@@ -187,15 +191,24 @@ def compile_for(chip):
                 print(f"{title}, {name}: {fault}", flush=True)
     for operation, name in OURS.items():
         for who in (backend, XLA):
-            fault = program_fault(operation, name, who, backend, device)
+            shape, in_place = cases_of(operation).SHAPES[name], operation in IN_PLACE
+            contender = kernels.ours(cases_of(operation), shape, backend, who, in_place)
+            fault = program_fault(operation, contender, device, is_kernel=who is backend)
             print(f"{operation}, {name}, {who}: {fault}", flush=True)
+    # What the tuner tries: half of a size of the rule's.
+    for operation in ("paged_attention", "quantized_matmul"):
+        shape = cases_of(operation).SHAPES[OURS[operation]]
+        rule = tune_kernels.asked_by(operation, shape, backend).rule
+        size = next(name for name in ("pages", "cells", "width") if name in rule)
+        sizes = rule | {size: tune_kernels.moved(size, rule[size], -1)}
+        contender = tune_kernels.with_sizes(operation, shape, backend, sizes)
+        fault = program_fault(operation, contender, device, is_kernel=True)
+        print(f"{operation}, {sizes}: {fault}", flush=True)
 
 
-def program_fault(operation, name, who, backend, device):
-    """Returns what is wrong with the program that times a call, or that tries other sizes."""
-    cases = importlib.import_module(f"pallas_kernels.{operation}.cases")
-    shape, in_place = cases.SHAPES[name], operation in IN_PLACE
-    contender = kernels.ours(cases, shape, backend, who, in_place)
+def program_fault(operation, contender, device, *, is_kernel):
+    """Returns what is wrong with the program that times a call."""
+    kind, in_place = "gpu" if device.platform in ("gpu", "cuda") else "tpu", contender.in_place
     calls = 2 * contender.copies
     place = NamedSharding(Mesh([device], ("chip",)), PartitionSpec())
     arguments = jax.tree.map(
@@ -212,11 +225,11 @@ def program_fault(operation, name, who, backend, device):
     made = jax.jit(local, donate_argnums=0 if in_place else ()).lower(*arguments).compile()
     text, memory = made.as_text(), made.memory_analysis()
     entry = text[text.index("\nENTRY ") :]
-    mark = KERNEL_CALL[backend.kind]
-    if who is not XLA and (mark in entry or text.count(mark) < contender.copies):
+    mark = KERNEL_CALL[kind]
+    if is_kernel and (mark in entry or text.count(mark) < contender.copies):
         return "calls are not in the loop"
     size = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arguments))
-    if who is not XLA and operation != "flash_attention" and memory.temp_size_in_bytes > size / 4:
+    if is_kernel and operation != "flash_attention" and memory.temp_size_in_bytes > size / 4:
         return f"{memory.temp_size_in_bytes} bytes beside {size}: arguments are copied"
     if in_place and memory.alias_size_in_bytes < 0.99 * size:
         return "it is not in place"
