@@ -83,7 +83,7 @@ def ragged_blocks(shape: Any) -> dict[str, int]:
     falls back on for contexts of 4,096. Its default limit of vector memory is too low for both.
     """
     device = jax.devices()[0]
-    limit = choose("auto", device.platform, device.device_kind).vmem_bytes * 3 // 4
+    limit = choose("auto", device.platform, device.device_kind).vmem_bytes * 15 // 16
     if device.platform == "tpu":
         return {"vmem_limit_bytes": limit}
     pages = min(4096, shape.context) // shape.page
