@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as tpu_paged
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-from pallas_kernels.backends import choose
+from pallas_kernels.backends import VMEM_BYTES, choose
 from pallas_kernels.paged_attention.rows import NO_WINDOW
 from pallas_kernels.pages import gather_pages
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight, centered
@@ -83,13 +83,13 @@ def ragged_blocks(shape: Any) -> dict[str, int]:
     falls back on for contexts of 4,096. Its default limit of vector memory is too low for both.
     """
     device = jax.devices()[0]
-    limit = choose("auto", device.platform, device.device_kind).vmem_bytes * 15 // 16
     if device.platform == "tpu":
-        return {"vmem_limit_bytes": limit}
+        room = choose("auto", device.platform, device.device_kind).vmem_bytes
+        return {"vmem_limit_bytes": room * 15 // 16}
     pages = min(4096, shape.context) // shape.page
     queries = min(32, shape.rows * shape.width)
     return {
-        "vmem_limit_bytes": limit,
+        "vmem_limit_bytes": VMEM_BYTES["v5p"] * 15 // 16,  # the least of those compiled for
         "num_kv_pages_per_block": pages,
         "num_queries_per_block": queries,
     }

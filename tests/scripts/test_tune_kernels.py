@@ -178,7 +178,7 @@ def test_wrong_uses_are_one_line(run, arguments, line):
 def test_what_is_wrong_with_a_chip_or_a_folder_is_said_first(run, monkeypatch):
     monkeypatch.setattr(tune_kernels, "choose", lambda *_: Backend("gpu", ""))
     code, _, err = run()
-    assert code == 2 and "is no chip that sizes are kept for; those are TPU v5 lite" in err
+    assert code == 2 and "is no chip that sizes are kept for; those are TPU v4, TPU v5 lite" in err
     monkeypatch.setattr(tune_kernels, "find_backend", lambda: BACKEND)
     code, _, err = run("--folder=/none/at/all")
     assert code == 2 and "--folder=/none/at/all is no folder that can be written" in err
