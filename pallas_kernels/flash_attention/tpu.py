@@ -52,9 +52,9 @@ class Tile(NamedTuple):
         """What a program takes of the vector memory: blocks twice, sums, temporaries."""
         out = up(self.values[1] - self.values[0], LANES)
         blocks = 2 * itemsize * (self.X * up(self.keys, LANES) + self.cells * up(self.width, LANES))
-        places = 2 * 4 * (self.X * LANES + SUBLANES * self.cells)
-        outputs = 2 * 4 * self.X * (out + LANES)
-        sums = 4 * self.X * (out + 2 * LANES)
+        places = 2 * 4 * SUBLANES * (self.X + self.cells)
+        outputs = 2 * 4 * self.X * (out + SUBLANES)
+        sums = 4 * self.X * (out + 3 * LANES)
         return blocks + places + outputs + sums + 4 * 4 * self.X * self.cells
 
 
@@ -107,7 +107,7 @@ def attend(
     settings = jnp.stack([jnp.asarray(window, jnp.int32), first])
     q = jnp.pad(q_TNH, ((0, 0), (0, 0), (0, tile.keys - q_TNH.shape[-1])))
     q_KRXY = q.reshape(R, W, K, G, -1).transpose(2, 0, 3, 1, 4).reshape(K, R, tile.X, -1)
-    own_RX1 = jnp.broadcast_to(own_RW[:, None], (R, G, W)).reshape(R, tile.X, 1)
+    own_R1X = jnp.broadcast_to(own_RW[:, None], (R, G, W)).reshape(R, 1, tile.X)
     cell_KSC = cell_SKC.transpose(1, 0, 2)
     width = tile.values[1] - tile.values[0]
 
@@ -119,14 +119,15 @@ def attend(
     out, lse = pl.pallas_call(
         functools.partial(_kernel, tile=tile),
         out_shape=[
-            jax.ShapeDtypeStruct((K, R, tile.X, lanes), jnp.float32) for lanes in (width, 1)
+            jax.ShapeDtypeStruct((K, R, *block), jnp.float32)
+            for block in ((tile.X, width), (1, tile.X))
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(K, R, most),
             in_specs=[
                 pl.BlockSpec((1, 1, tile.X, tile.keys), lambda k, r, s, *_: (k, r, 0, 0)),
-                pl.BlockSpec((1, tile.X, 1), lambda k, r, s, *_: (r, 0, 0)),
+                pl.BlockSpec((1, 1, tile.X), lambda k, r, s, *_: (r, 0, 0)),
                 pl.BlockSpec(
                     (1, tile.cells, tile.width),
                     lambda k, r, s, start, stop, _: (k, of_keys(r, s, start, stop), 0),
@@ -136,11 +137,12 @@ def attend(
                 ),
             ],
             out_specs=[
-                pl.BlockSpec((1, 1, tile.X, lanes), lambda k, r, s, *_: (k, r, 0, 0))
-                for lanes in (width, 1)
+                pl.BlockSpec((1, 1, *block), lambda k, r, s, *_: (k, r, 0, 0))
+                for block in ((tile.X, width), (1, tile.X))
             ],
             scratch_shapes=[
-                pltpu.VMEM((tile.X, lanes), jnp.float32) for lanes in (LANES, LANES, width)
+                *(pltpu.VMEM((tile.X, lanes), jnp.float32) for lanes in (LANES, LANES, width)),
+                pltpu.VMEM((tile.X, LANES), jnp.int32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -156,18 +158,18 @@ def attend(
         ),
         interpret=backend.interpret,
         name="flash_attention",
-    )(start_R, stop_R, settings, q_KRXY, own_RX1, cell_KSC, place_S[None])
+    )(start_R, stop_R, settings, q_KRXY, own_R1X, cell_KSC, place_S[None])
 
     def by_token(x_KRXV):
         x = x_KRXV.reshape(K, R, G, W, -1).transpose(1, 3, 0, 2, 4)
         return x.reshape(R * W, N, -1)[:T]
 
     begin, end = (lane - tile.values[0] for lane in call.values)
-    return by_token(out)[..., begin:end], by_token(lse)[..., 0]
+    return by_token(out)[..., begin:end], by_token(lse.swapaxes(2, 3))[..., 0]
 
 
 def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, tile: Tile) -> None:
-    out_ref, lse_ref, high, total, out = outs
+    out_ref, lse_ref, high, total, out, own = outs
     r, s = pl.program_id(1), pl.program_id(2)
 
     @pl.when(s == 0)
@@ -175,11 +177,12 @@ def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, t
         high[...] = jnp.full_like(high, LOWEST)
         total[...] = jnp.zeros_like(total)
         out[...] = jnp.zeros_like(out)
+        own[...] = jnp.broadcast_to(own_ref[0].T, own.shape)
 
     @pl.when(start[r] + s < stop[r])
     def _():
         place_1S = place_ref[...]
-        distance_XS = own_ref[0] - place_1S
+        distance_XS = own[:, :1] - place_1S
         seen_XS = (distance_XS >= 0) & (distance_XS < settings[0]) & (place_1S >= settings[1])
         cell_SC = cell_ref[0]
         logits_XS = dot(q_ref[0, 0], cell_SC[:, : tile.keys]) * tile.scale
@@ -194,4 +197,6 @@ def _kernel(start, stop, settings, q_ref, own_ref, cell_ref, place_ref, *outs, t
 
     @pl.when(s == pl.num_programs(2) - 1)
     def _():
-        out_ref[0, 0], lse_ref[0, 0] = softmax_end(out[...], high[:, :1], total[:, :1])
+        out_ref[0, 0], lse_X1 = softmax_end(out[...], high[:, :1], total[:, :1])
+        # Numbers of queries come and go as rows: as a column each would take 128 lanes in memory.
+        lse_ref[0, 0] = lse_X1.T
