@@ -12,8 +12,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
-
 CHOICES = ("auto", "pallas", "xla")
 MIB = 2**20
 # Of a core's vector memory, and of what a GPU's block of threads shares: as the makers' compilers
@@ -78,16 +76,6 @@ def choose(choice: str, platform: str, device_kind: str = "") -> Backend:
     if choice == "xla" or (choice == "auto" and kind is None):
         return XLA
     return Backend(kind, chip) if kind else Backend("tpu", interpret=True)
-
-
-def too_many_to_number(array: jax.Array) -> str | None:
-    """Returns why a GPU's kernel cannot reach all of an array, or None.
-
-    jax numbers elements by 32 bits, one the sign's, up to arrays of 4 GiB.
-    """
-    if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
-        return f"an array of {array.size} elements of a byte; 2**31 can be numbered"
-    return None
 
 
 class Declined(Exception):

@@ -3,13 +3,15 @@
 
 Tiling. A program has the X queries of one KV head in its block (all heads of its group, filled up
 to a power of two of at least 16) and goes over the blocks of keys that it sees, which are reckoned
-before, with an online softmax (FlashAttention-2, arXiv 2307.08691). Heads' widths are cut into
-powers of two as in `pallas_kernels.paged_attention.gpu`.
+before, with an online softmax (FlashAttention-2, arXiv 2307.08691). Widths are cut into powers of
+two: see `pallas_kernels.gpu_tiles`.
 
 Memory. `shared_bytes` is the formula: what the pipeline's stages hold of a block, and the queries.
+Of sizes that do not fit, fewer stages and then fewer cells are taken.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -19,10 +21,25 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention.xla import NOWHERE, blocks_seen, padded
-from pallas_kernels.paged_attention.gpu import LEAST, Piece, cut, dot, power, tanh
+from pallas_kernels.gpu_tiles import (
+    LEAST,
+    Piece,
+    across,
+    along,
+    cut,
+    dot,
+    index_of,
+    lacking,
+    load,
+    power,
+    tanh,
+    total_width,
+)
 from pallas_kernels.paged_attention.rows import Call
-from pallas_kernels.softmax import LOWEST
+from pallas_kernels.softmax import LOWEST, softmax_end, softmax_step
 from pallas_kernels.tuning import block_sizes
+
+MOST_QUERIES, MOST_SUMS = 128, 128 * 256  # of a program, and the numbers of its output
 
 
 class Tile(NamedTuple):
@@ -44,18 +61,20 @@ class Tile(NamedTuple):
     @property
     def width(self) -> int:
         """Numbers of the output, pieces filled up."""
-        return sum(width for _, width, _ in self.values)
+        return total_width(self.values)
 
     def shared_bytes(self, itemsize: int) -> int:
-        """What a program takes of shared memory."""
-        keys = sum(width for _, width, _ in self.keys)
+        """What a program takes of shared memory; by it sums change hands between threads too."""
+        keys = total_width(self.keys)
         lanes = keys + (self.latent is None) * self.width
-        return itemsize * (self.stages * self.cells * lanes + self.X * keys)
+        sums = 4 * self.X * max(piece.width for piece in self.values)
+        return max(sums, itemsize * (self.stages * self.cells * lanes + self.X * keys))
 
 
-def rule(T: int, G: int) -> dict[str, int]:
-    """Returns the block sizes of shapes that nobody measured."""
-    return {"queries": min(T, max(1, 128 // G)), "cells": 64, "warps": 8, "stages": 2}
+def rule(T: int, G: int, V: int) -> dict[str, int]:
+    """Returns the block sizes of shapes that nobody measured: sums fit the registers of 8 warps."""
+    most = MOST_QUERIES if V <= MOST_SUMS // MOST_QUERIES else MOST_SUMS // power(V)
+    return {"queries": min(T, max(1, most // G)), "cells": 64, "warps": 8, "stages": 2}
 
 
 def tile_of(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend) -> Tile:
@@ -65,10 +84,11 @@ def tile_of(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend)
     if sizes is None:
         shape = {"T": T, "S": S, "N": N, "K": K, "H": H}
         dtype = jnp.dtype(cell_SKC.dtype).name
-        sizes = block_sizes(call.operation, backend.chip, shape, dtype, rule(T, N // K))
+        fallback = rule(T, N // K, call.values[1] - call.values[0])
+        sizes = block_sizes(call.operation, backend.chip, shape, dtype, fallback)
     keys = cut(0, H) if latent is None else (*cut(0, latent), *cut(latent, H))
     queries = sizes["queries"]
-    return Tile(
+    tile = Tile(
         heads=K,
         group=N // K,
         queries=queries,
@@ -82,14 +102,18 @@ def tile_of(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend)
         scale=call.scale,
         softcap=call.softcap,
     )
+    itemsize = cell_SKC.dtype.itemsize
+    while tile.shared_bytes(itemsize) > backend.shared_bytes and tile.stages > 1:
+        tile = tile._replace(stages=tile.stages - 1)
+    while tile.shared_bytes(itemsize) > backend.shared_bytes and tile.cells > LEAST:
+        tile = tile._replace(cells=tile.cells // 2)
+    return tile
 
 
 def declines(q_TNH: jax.Array, cell_SKC: jax.Array, call: Call, backend: Backend) -> str | None:
     """Returns why these arguments are not for this kernel, or None."""
     need = tile_of(q_TNH, cell_SKC, call, backend).shared_bytes(cell_SKC.dtype.itemsize)
-    if need > backend.shared_bytes:
-        return f"{need} bytes of shared memory; there are {backend.shared_bytes}"
-    return None
+    return lacking(need, backend)
 
 
 def attend(
@@ -112,16 +136,7 @@ def attend(
     own_RW = place_T.reshape(R, W)
     start_R, stop_R = blocks_seen(own_RW, place_S.reshape(-1, tile.cells), window, first)
     settings = jnp.stack([jnp.asarray(window, jnp.int32), first])
-    pieces = [
-        jnp.pad(q_TNH[..., lane : lane + real], ((0, 0), (0, 0), (0, width - real)))
-        for lane, width, real in tile.keys
-    ]
-    q_RWKGY = jnp.concatenate(pieces, axis=-1).reshape(R, W, K, G, -1)
-    q_KRXY = q_RWKGY.transpose(2, 0, 3, 1, 4).reshape(K, R, G * W, -1)
-    q_KRXY = jnp.pad(q_KRXY, ((0, 0), (0, 0), (0, tile.X - G * W), (0, 0)))
-    own_RX = jnp.broadcast_to(own_RW[:, None], (R, G, W)).reshape(R, G * W)
-    own_RX = jnp.pad(own_RX, ((0, 0), (0, tile.X - G * W)), constant_values=-1)
-    inputs = [start_R, stop_R, settings, q_KRXY, own_RX, cell_SKC, place_S]
+    inputs = [start_R, stop_R, settings, q_TNH, place_T, cell_SKC, place_S]
     pairs = K * R * tile.X * S
     out, lse = pl.pallas_call(
         functools.partial(_kernel, tile=tile),
@@ -136,7 +151,7 @@ def attend(
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (H + tile.width),
             transcendentals=pairs,
-            bytes_accessed=(q_KRXY.size + R * cell_SKC.size) * cell_SKC.dtype.itemsize,
+            bytes_accessed=(q_TNH.size + R * cell_SKC.size) * cell_SKC.dtype.itemsize,
         ),
         interpret=bool(backend.interpret),
         name="flash_attention",
@@ -146,10 +161,8 @@ def attend(
         x = x_KRXV[:, :, : G * W].reshape(K, R, G, W, -1).transpose(1, 3, 0, 2, 4)
         return x.reshape(R * W, N, -1)[:T]
 
-    real, lane = [], 0
-    for _, width, used in tile.values:
-        real.append(out[..., lane : lane + used])
-        lane += width
+    starts = itertools.accumulate((piece.width for piece in tile.values), initial=0)
+    real = [out[..., s : s + piece.real] for s, piece in zip(starts, tile.values, strict=False)]
     return by_token(jnp.concatenate(real, axis=-1)), by_token(lse[..., None])[..., 0]
 
 
@@ -157,54 +170,58 @@ def _kernel(
     start, stop, settings, q_ref, own_ref, cell_ref, place_ref, out_ref, lse_ref, *, tile: Tile
 ) -> None:
     r, head = pl.program_id(0), pl.program_id(1)
-    own_X, index_S = own_ref[r], jnp.arange(tile.cells, dtype=jnp.int32)
-    q_pieces, lane = [], 0
-    for _, width, _ in tile.keys:
-        q_pieces.append(q_ref[head, r, :, lane : lane + width])
-        lane += width
-
-    def numbers(row_S, piece: Piece):
-        first, width, real = piece
-        index_Y = first + jnp.arange(width, dtype=jnp.int32)
-        where = cell_ref.at[row_S[:, None], head, index_Y[None]]
-        if real == width:
-            return plgpu.load(where)
-        return plgpu.load(where, mask=(index_Y < first + real)[None], other=0)
+    index_X = jnp.arange(tile.X, dtype=jnp.int32)
+    real_X = index_X < tile.queries * tile.group
+    token_X = r * tile.queries + index_X % tile.queries
+    query_X = head * tile.group + jnp.minimum(index_X // tile.queries, tile.group - 1)
+    own_X1 = jnp.where(real_X, own_ref[token_X], -1)[:, None]
+    queries = [_queries(q_ref, token_X, query_X, real_X, piece) for piece in tile.keys]
 
     def one(block, carry):
-        high_X, total_X, sums = carry
-        row_S = block * tile.cells + index_S
-        place_S = place_ref[row_S]
-        kept = [numbers(row_S, piece) for piece in tile.keys]
-        logits_XS = sum(dot(q, key.T) for q, key in zip(q_pieces, kept, strict=True)) * tile.scale
+        high_X1, total_X1, sums = carry
+        row_S = block * tile.cells + jnp.arange(tile.cells, dtype=jnp.int32)
+        keys = [_numbers(cell_ref, row_S, head, piece) for piece in tile.keys]
+        logits_XS = jnp.zeros((tile.X, tile.cells), jnp.float32)
+        for q_XY, key_SY in zip(queries, keys, strict=True):
+            logits_XS += dot(q_XY, key_SY.T)
+        logits_XS *= tile.scale
         if tile.softcap is not None:
             logits_XS = tile.softcap * tanh(logits_XS / tile.softcap)
-        distance_XS = own_X[:, None] - place_S[None]
-        seen_XS = (distance_XS >= 0) & (distance_XS < settings[0])
-        seen_XS &= (place_S >= settings[1])[None]
+        place_1S = place_ref[row_S][None]
+        distance_XS = own_X1 - place_1S
+        seen_XS = (distance_XS >= 0) & (distance_XS < settings[0]) & (place_1S >= settings[1])
         logits_XS = jnp.where(seen_XS, logits_XS, LOWEST)
-        now_X = jnp.maximum(high_X, jnp.max(logits_XS, axis=1))
-        weight_XS = jnp.where(logits_XS > LOWEST / 2, jnp.exp(logits_XS - now_X[:, None]), 0.0)
-        keep_X = jnp.exp(high_X - now_X)
-        total_X = total_X * keep_X + jnp.sum(weight_XS, axis=1)
+        high_X1, total_X1, keep_X1, weight_XS = softmax_step(high_X1, total_X1, logits_XS)
         # A latent's value is what its key begins with.
         is_same = tile.latent is not None and tile.values == tile.keys[: len(tile.values)]
-        values = kept if is_same else [numbers(row_S, piece) for piece in tile.values]
+        values = keys if is_same else [_numbers(cell_ref, row_S, head, p) for p in tile.values]
         weight_XS = weight_XS.astype(cell_ref.dtype)
         sums = tuple(
-            sum_XV * keep_X[:, None] + dot(weight_XS, value_SV)
+            sum_XV * keep_X1 + dot(weight_XS, value_SV)
             for sum_XV, value_SV in zip(sums, values, strict=False)
         )
-        return now_X, total_X, sums
+        return high_X1, total_X1, sums
 
-    zeros_X = jnp.zeros(tile.X, jnp.float32)
-    sums = tuple(jnp.zeros((tile.X, width), jnp.float32) for _, width, _ in tile.values)
-    carry = zeros_X + LOWEST, zeros_X, sums
-    high_X, total_X, sums = jax.lax.fori_loop(start[r], stop[r], one, carry)
+    zeros_X1 = jnp.zeros((tile.X, 1), jnp.float32)
+    sums = tuple(jnp.zeros((tile.X, piece.width), jnp.float32) for piece in tile.values)
+    carry = zeros_X1 + LOWEST, zeros_X1, sums
+    high_X1, total_X1, sums = jax.lax.fori_loop(start[r], stop[r], one, carry)
     lane = 0
-    for sum_XV, (_, width, _) in zip(sums, tile.values, strict=True):
-        out_XV = sum_XV / jnp.maximum(total_X, 1e-30)[:, None]
-        out_ref[head, r, :, lane : lane + width] = out_XV
-        lane += width
-    logs_X = high_X + jnp.log(jnp.maximum(total_X, 1e-30))
-    lse_ref[head, r] = jnp.where(total_X > 0, logs_X, LOWEST)
+    for sum_XV, piece in zip(sums, tile.values, strict=True):
+        out_XV, lse_X1 = softmax_end(sum_XV, high_X1, total_X1)
+        out_ref[head, r, :, lane : lane + piece.width] = out_XV
+        lane += piece.width
+    lse_ref[head, r] = lse_X1.reshape(tile.X)
+
+
+def _queries(q_ref, token_X, query_X, real_X, piece: Piece) -> jax.Array:
+    """Returns a piece of a program's queries."""
+    index_Y, is_real = index_of(piece)
+    where = q_ref.at[token_X[:, None], query_X[:, None], index_Y[None]]
+    return load(where, across(real_X), along(is_real))
+
+
+def _numbers(cell_ref, row_S, head, piece: Piece) -> jax.Array:
+    """Returns a piece of the cells of a block."""
+    index_Y, is_real = index_of(piece)
+    return load(cell_ref.at[row_S[:, None], head, index_Y[None]], along(is_real))

@@ -26,15 +26,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.backends import Backend
+from pallas_kernels.gpu_tiles import (
+    LEAST,
+    across,
+    along,
+    as_numbers,
+    cannot_read,
+    dot,
+    lacking,
+    load,
+)
 from pallas_kernels.grouped_matmul.visits import most_visits, visits_of
 from pallas_kernels.grouped_matmul.weights import Stack, cost
 from pallas_kernels.tuning import block_sizes
 
-LEAST, MOST_ROWS = 16, 128  # the matrix unit's smallest tile; of rows, what registers hold
+MOST_ROWS = 128  # of a tile, what registers hold
 MOST_DEPTH = 64
 PROGRAMS = 128  # about as many as a GPU has cores
 LEAST_READ = 64  # bytes in a row of a matrix's tile
-FP8_CHIPS = ("h100", "h200")
 
 
 class Tile(NamedTuple):
@@ -76,9 +85,10 @@ def rule(tile: Tile, room: int) -> dict[str, int]:
     `tile` has the shapes; its sizes are not looked at.
     """
     mean = -(-tile.S // tile.E)
-    rows = max(LEAST, min(MOST_ROWS, 1 << (mean - 1).bit_length()))
+    most = MOST_ROWS if jnp.dtype(tile.dtype).itemsize < 4 else MOST_ROWS // 2
+    rows = max(LEAST, min(most, 1 << (mean - 1).bit_length()))
     # Where rows are few, time is the bytes of matrices: more and smaller programs read them.
-    width = 64 if rows < 64 else 128
+    width = 64 if rows < 64 else most
     visits = max(min(tile.S, tile.E), tile.S // rows)
     least = LEAST_READ // jnp.dtype(tile.code_dtype).itemsize
     while width > least and visits * -(-tile.F // width) < PROGRAMS:
@@ -115,14 +125,7 @@ def declines(x_SD: jax.Array, stack: Stack, backend: Backend) -> str | None:
         return None
     if tile.depth < LEAST:
         return f"groups of {tile.group} inputs; a multiple of {LEAST} is needed"
-    if codes.dtype == jnp.float8_e4m3fn and backend.chip not in FP8_CHIPS:
-        return f"codes of {codes.dtype}; {' and '.join(FP8_CHIPS)} have them"
-    # jax numbers elements by 32 bits, one the sign's, up to arrays of 4 GiB.
-    if codes.size > 2**31 and codes.size * codes.dtype.itemsize <= 2**32:
-        return f"{codes.size} codes; 2**31 at most, or more than 2**32, can be numbered"
-    if tile.shared_bytes() > backend.shared_bytes:
-        return f"{tile.shared_bytes()} bytes to share; {backend.shared_bytes} are to be had"
-    return None
+    return lacking(tile.shared_bytes(), backend) or cannot_read(codes, backend)
 
 
 def multiply(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array, backend: Backend) -> jax.Array:
@@ -174,13 +177,13 @@ def _kernel(layer, expert_V, begin_V, end_V, x_ref, codes_ref, *refs, tile: Tile
             inputs = pl.ds(i * tile.depth, tile.depth)
             index_D = i * tile.depth + jnp.arange(tile.depth, dtype=jnp.int32)
             in_D = index_D < tile.D if tile.D % tile.depth else None
-            x_CD = load(x_ref.at[rows, inputs], own_C1, None if in_D is None else in_D[None])
+            x_CD = load(x_ref.at[rows, inputs], own_C1, along(in_D))
             codes_DF = load(
                 codes_ref.at[*matrix, inputs, outputs],
-                None if in_D is None else in_D[:, None],
+                across(in_D),
                 in_1F,
             )
-            product_CF = dot(x_CD, codes_DF)
+            product_CF = dot(x_CD, as_numbers(codes_DF, tile.dtype))
             if tile.group:
                 product_CF *= scale_of(i * tile.depth // tile.group)
             return sums_CF + product_CF
@@ -196,20 +199,3 @@ def _kernel(layer, expert_V, begin_V, end_V, x_ref, codes_ref, *refs, tile: Tile
         mask_CF = own_C1 if in_1F is None else own_C1 & in_1F
         mask_CF = jnp.broadcast_to(mask_CF, sums_CF.shape)
         plgpu.store(y_ref.at[rows, outputs], sums_CF, mask=mask_CF)
-
-
-def load(ref, *masks):
-    """Returns what is in a ref, 0 where a mask is false; a mask that is None is true."""
-    given = [mask for mask in masks if mask is not None]
-    if not given:
-        return plgpu.load(ref)
-    mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, given), ref.shape)
-    return plgpu.load(ref, mask=mask, other=0)
-
-
-def dot(x_CD: jax.Array, codes_DF: jax.Array) -> jax.Array:
-    """Returns the product in float32; codes become numbers of x's dtype, which holds them all."""
-    if codes_DF.dtype != x_CD.dtype:
-        codes_DF = codes_DF.astype(jnp.float32).astype(x_CD.dtype)
-    precision = jax.lax.Precision.HIGHEST if x_CD.dtype == jnp.float32 else None
-    return jnp.dot(x_CD, codes_DF, precision=precision, preferred_element_type=jnp.float32)

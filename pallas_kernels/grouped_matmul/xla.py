@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped product in XLA's own operations: for every platform, and where no kernel can.
 
-Codes become numbers before the product; on CPU those of the experts that are hit, elsewhere those
-of all experts of the layer.
+Codes become numbers before the product; on TPU those of all experts of the layer, elsewhere those
+of the experts that are hit.
 """
 
 import jax
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from pallas_kernels.backends import Backend
 from pallas_kernels.grouped_matmul.weights import Stack, dequantized
 
-# On CPU a few rows are multiplied one by one, and more in tiles.
-CPU_SINGLE_ROWS, CPU_TILE = 64, 16
+# A few rows are multiplied one by one, and more in tiles.
+SINGLE_ROWS, TILE = 64, 16
 
 
 def declines(x_SD: jax.Array, stack: Stack, backend: Backend) -> str | None:
@@ -22,7 +22,7 @@ def declines(x_SD: jax.Array, stack: Stack, backend: Backend) -> str | None:
 
 def multiply(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array, backend: Backend) -> jax.Array:
     """Returns float32 y_SF. See `grouped_matmul`."""
-    return jax.lax.platform_dependent(x_SD, stack, sizes_E, cpu=matmul_of_tiles, default=ragged_dot)
+    return jax.lax.platform_dependent(x_SD, stack, sizes_E, tpu=ragged_dot, default=matmul_of_tiles)
 
 
 def ragged_dot(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array) -> jax.Array:
@@ -41,11 +41,12 @@ def ragged_dot(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array) -> jax.Array:
 def matmul_of_tiles(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array) -> jax.Array:
     """A loop over tiles of one expert's rows, which reads no other expert.
 
-    XLA's CPU backend multiplies every row with every expert for a ragged dot.
+    XLA's CPU backend multiplies every row with every expert for a ragged dot; that for GPUs has a
+    matrix of its own for every row.
     """
     S, D = x_SD.shape
     F = stack.codes_LEDF.shape[-1]
-    size = 1 if S <= CPU_SINGLE_ROWS else CPU_TILE
+    size = 1 if S <= SINGLE_ROWS else TILE
     x_SD = jnp.pad(x_SD, ((0, size - 1), (0, 0)))  # the last tile may reach over the end
     tiles_E = -(-sizes_E // size)
     last_E, end_E = jnp.cumsum(tiles_E), jnp.cumsum(sizes_E)

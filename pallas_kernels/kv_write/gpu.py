@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.backends import Backend, too_many_to_number
+from pallas_kernels.backends import Backend
+from pallas_kernels.gpu_tiles import cannot_number
 from pallas_kernels.kv_write.xla import store_sides
 from pallas_kernels.pages import Pages
 
@@ -30,7 +31,7 @@ def declines(pages: Pages, tokens: int, run: int, backend: Backend) -> str | Non
     if lanes(pages.cells) > REGISTER_NUMBERS:
         width = pages.cells.shape[3]
         return f"cells of {width} numbers; {REGISTER_NUMBERS} fit a program's registers"
-    return too_many_to_number(pages.cells)
+    return cannot_number(pages.cells)
 
 
 def store(

@@ -27,14 +27,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.backends import Backend
+from pallas_kernels.gpu_tiles import (
+    LEAST,
+    across,
+    along,
+    as_numbers,
+    both,
+    cannot_read,
+    dot,
+    lacking,
+    load,
+)
 from pallas_kernels.quantized_matmul.weights import CENTER, PACK, QuantizedWeight, quantize_rows
 from pallas_kernels.tuning import block_sizes
 
-LEAST, MOST_ROWS = 16, 128  # the matrix unit's smallest tile; of rows, what registers hold
+MOST_ROWS = 128  # of a tile, what registers hold
 LEAST_INT8 = 32  # inputs of a product of int8
 MOST_DEPTH = 128  # columns
 PROGRAMS = 128  # about as many as a GPU has cores
-FP8_CHIPS = ("h100", "h200")
 
 
 class Tile(NamedTuple):
@@ -86,8 +96,9 @@ def rule(tile: Tile, room: int) -> dict[str, int]:
 
     `tile` has the shapes; its sizes are not looked at.
     """
-    rows = max(LEAST, min(MOST_ROWS, 1 << (tile.T - 1).bit_length()))
-    width = 64 if rows < 64 else 128
+    most = MOST_ROWS if jnp.dtype(tile.dtype).itemsize < 4 else MOST_ROWS // 2
+    rows = max(LEAST, min(most, 1 << (tile.T - 1).bit_length()))
+    width = 64 if rows < 64 else most
     while width > LEAST and pl.cdiv(tile.T, rows) * pl.cdiv(tile.F, width) < PROGRAMS:
         width //= 2
     item = jnp.dtype(tile.dtype).itemsize
@@ -132,14 +143,7 @@ def declines(
     least = LEAST_INT8 if activations == "int8" else LEAST
     if tile.depth < least:
         return f"{tile.D} inputs in groups of {tile.group}; tiles of {least} must divide them"
-    if tile.code_dtype == jnp.float8_e4m3fn and backend.chip not in FP8_CHIPS:
-        return f"codes of {tile.code_dtype}; {' and '.join(FP8_CHIPS)} have them"
-    # jax numbers elements by 32 bits, one the sign's, up to arrays of 4 GiB.
-    if 2**31 < weight.codes.size <= 2**32:
-        return f"{weight.codes.size} codes; 2**31 at most, or more than 2**32, can be numbered"
-    if tile.shared_bytes() > backend.shared_bytes:
-        return f"{tile.shared_bytes()} bytes to share; {backend.shared_bytes} are to be had"
-    return None
+    return lacking(tile.shared_bytes(), backend) or cannot_read(weight.codes, backend)
 
 
 def multiply(
@@ -194,7 +198,7 @@ def _kernel(refs, y_ref, *, tile: Tile):
         )
         for first, codes_FX in zip(inputs_of(start, tile), codes_of(kept_FX), strict=True):
             x_TX = load(refs["x"].at[rows, pl.ds(first, tile.depth)], across(in_T), along(in_X))
-            product_TF = dot(x_TX, codes_FX.astype(x_TX.dtype))
+            product_TF = dot(x_TX, as_numbers(codes_FX, x_TX.dtype), contract=1)
             if tile.group:
                 group = jax.lax.div(first, jnp.int32(tile.group))
                 product_TF = product_TF.astype(jnp.float32)
@@ -254,37 +258,3 @@ def within(start, size: int, length: int) -> jax.Array | None:
     if length % size == 0:
         return None
     return start + jnp.arange(size, dtype=jnp.int32) < length
-
-
-def across(mask: jax.Array | None) -> jax.Array | None:
-    """Returns a mask of rows."""
-    return None if mask is None else mask[:, None]
-
-
-def along(mask: jax.Array | None) -> jax.Array | None:
-    """Returns a mask of columns."""
-    return None if mask is None else mask[None]
-
-
-def load(ref, *masks):
-    """Returns what is in a ref, 0 where a mask is false; a mask that is None is true."""
-    mask = both(ref.shape, *masks)
-    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0)
-
-
-def both(shape: tuple[int, ...], *masks: jax.Array | None) -> jax.Array | None:
-    """Returns what is true in all masks; None if there is none."""
-    there = [mask for mask in masks if mask is not None]
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, there), shape) if there else None
-
-
-def dot(x_TX: jax.Array, numbers_FX: jax.Array) -> jax.Array:
-    """Returns the product, contracted over columns: of float32, or int32 of int8."""
-    precision = jax.lax.Precision.HIGHEST if x_TX.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x_TX,
-        numbers_FX,
-        (((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.int32 if x_TX.dtype == jnp.int8 else jnp.float32,
-    )

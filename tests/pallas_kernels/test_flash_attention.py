@@ -93,7 +93,7 @@ def test_memory_is_reckoned_and_too_much_is_declined():
     q, cells, *_ = make_inputs(CASES["prompt"])
     huge = Call(SCALE, (16, 32), blocks={"queries": 8192, "cells": 8192, "warps": 4, "stages": 2})
     assert "vector memory" in tpu.declines(q, cells, huge, Backend("tpu", "v6e"))
-    assert "shared memory" in gpu.declines(q, cells, huge, Backend("gpu", "h100"))
+    assert "bytes to share" in gpu.declines(q, cells, huge, Backend("gpu", "h100"))
     small = Call(SCALE, (16, 32), blocks=BLOCKS["gpu"])
     assert gpu.declines(q, cells, small, Backend("gpu", "h100")) is None
 

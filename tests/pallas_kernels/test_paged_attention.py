@@ -301,7 +301,7 @@ def test_memory_is_reckoned_and_too_much_is_declined():
     sizes = sizes | {"queries": 2**14}
     many = jnp.zeros((4, 2**14, 2, 16), jnp.bfloat16)
     call = Call(SCALE, (16, 32), blocks=sizes)
-    assert "shared memory" in gpu.declines(many, wide, rows, call, h100)
+    assert "bytes to share" in gpu.declines(many, wide, rows, call, h100)
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
