@@ -257,7 +257,10 @@ DECLINED = {
         Backend("gpu", "a100"),
         dict(codes="float8_e4m3fn"),
     ),
-    "3221225472 codes; 2\\*\\*31 at most": (H100, dict(layers=768, layer=0)),
+    "an array of 3221225472 elements of a byte; 2\\*\\*31 can be numbered": (
+        H100,
+        dict(layers=768, layer=0),
+    ),
 }
 
 
