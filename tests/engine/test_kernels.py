@@ -7,12 +7,20 @@ import pytest
 from engine import build
 from tests.engine.conftest import GOLDEN, greedy, open_on_demand
 
-FAMILIES = ["llama", "gpt_oss", "deepseek_v3"]
+# Family, mesh. On a mesh of sequences long pieces go round a ring.
+CASES = {
+    ("llama", ""): (),
+    ("gpt_oss", ""): pytest.mark.long,
+    ("deepseek_v3", ""): pytest.mark.long,
+    ("llama", "sequence=2"): pytest.mark.long,
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pieces_of_a_prompt_meet_in_a_step(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "mesh"), [pytest.param(*case, marks=marks) for case, marks in CASES.items()]
+)
+def test_pieces_of_a_prompt_meet_in_a_step(family, mesh, monkeypatch):
     """The second prompt begins behind the first's tokens in a budget of 100: at no whole strip, and
     several pieces of it stand in one step."""
     rng = np.random.default_rng(0)
@@ -21,7 +29,7 @@ def test_pieces_of_a_prompt_meet_in_a_step(family, monkeypatch):
     found = {}
     for backend in ("xla", "pallas"):
         monkeypatch.setattr(build, "is_stacked", lambda *_, way=backend: way == "pallas")
-        options = dict(attention_backend=backend, matmul_backend=backend, page_size=16)
+        options = dict(attention_backend=backend, matmul_backend=backend, page_size=16, mesh=mesh)
         llm = open_on_demand(GOLDEN / "tiny" / family, **sizes, **options)
         assert llm.built.factory.cfg.attention.kind == {"xla": "xla", "pallas": "tpu"}[backend]
         found[backend] = [output.outputs[0] for output in llm.generate(jobs, greedy(8, logprobs=0))]
