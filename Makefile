@@ -7,7 +7,7 @@ PACKAGES := engine pallas_kernels sharding checkpoints scripts
 STAMP := .venv/.installed
 AOT := .venv/aot/.installed
 
-.PHONY: venv demo test test-slow bench lint clean
+.PHONY: venv demo test test-slow test-device bench lint clean
 
 venv: $(STAMP)
 
@@ -52,6 +52,13 @@ SLOW ?= slow
 
 test-slow: $(STAMP) $(AOT)
 	@$(BIN)/python -m pytest -q -m "$(SLOW)" --durations=10 -n $(WORKERS)
+
+# The cases of the kernels, each by the kernel of the device at hand: PLATFORMS=tpu,cpu on a TPU.
+PLATFORMS ?= cuda,cpu
+
+test-device: $(STAMP)
+	@JAX_PLATFORMS=$(PLATFORMS) $(BIN)/python -m pytest -q -m "not slow" --durations=10 \
+	  tests/pallas_kernels
 
 # The figures and charts of every suite, in BENCH. With PEER_PYTHON and PEER_MODEL, PEER_GGUF or
 # both, beside the peers. BENCH_FLAGS are for all suites; serving replays SERVING requests.

@@ -119,6 +119,12 @@ def lacking(need: int, backend: Backend) -> str | None:
     return None
 
 
+def compiler_params(warps: int, stages: int, need: int, backend: Backend) -> plgpu.CompilerParams:
+    """Returns how a kernel is to be compiled whose programs share `need` bytes, by its formula."""
+    assert need <= backend.shared_bytes, "declined before"
+    return plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+
+
 def cannot_read(codes: jax.Array, backend: Backend) -> str | None:
     """Returns why a GPU's kernel cannot read an array of numbers or codes, or None."""
     if codes.dtype == jnp.float8_e4m3fn and backend.chip not in FP8_CHIPS:

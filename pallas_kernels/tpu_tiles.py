@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all kernels for TPU share: registers, how much vector memory there is, products."""
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.backends import MIB, Backend
 
@@ -20,10 +26,31 @@ def room(backend: Backend) -> int:
     return backend.vmem_bytes * 3 // 4
 
 
-def limit(need: int, backend: Backend) -> int:
+def limit(
+    need: int,
+    backend: Backend,
+    blocks: Iterable[tuple[pl.BlockSpec, Any]],
+    scratch: Iterable[Any],
+) -> int:
     """Returns the bytes that a kernel is held to: some more than reckoned, and not all that there
-    is, since XLA brings weights into the rest meanwhile."""
+    is, since XLA brings weights into the rest meanwhile.
+
+    `need` is what a kernel's formula gives; `blocks` are its blocks, each with what it is of, and
+    `scratch` what else it holds. Raises AssertionError if the formula leaves some of them out.
+    """
+    assert backend.interpret or need <= room(backend), "declined before"
+    named = 2 * sum(block_bytes(spec, array) for spec, array in blocks)  # one is used, one comes
+    for ref in scratch:
+        if ref.memory_space == pltpu.VMEM:
+            named += math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
+    assert named <= need, f"{named} bytes are named, {need} are reckoned"
     return min(need + SPARE_BYTES, room(backend))
+
+
+def block_bytes(spec: pl.BlockSpec, array: Any) -> int:
+    """Returns the bytes of a block of an array; 0 of one that stays where it is."""
+    sizes = [size for size in spec.block_shape or (0,) if isinstance(size, int)]
+    return math.prod(sizes) * jnp.dtype(array.dtype).itemsize
 
 
 def lacking(need: int, backend: Backend) -> str | None:

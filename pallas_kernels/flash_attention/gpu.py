@@ -17,7 +17,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.backends import Backend
 from pallas_kernels.flash_attention.xla import NOWHERE, blocks_seen, padded
@@ -26,6 +25,7 @@ from pallas_kernels.gpu_tiles import (
     Piece,
     across,
     along,
+    compiler_params,
     cut,
     dot,
     index_of,
@@ -147,7 +147,9 @@ def attend(
         grid=(R, K),
         in_specs=[pl.no_block_spec] * len(inputs),
         out_specs=[pl.no_block_spec] * 2,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=compiler_params(
+            tile.warps, tile.stages, tile.shared_bytes(cell_SKC.dtype.itemsize), backend
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (H + tile.width),
             transcendentals=pairs,

@@ -116,38 +116,42 @@ def attend(
     def of_keys(r, s, start, stop):
         return jnp.minimum(jnp.minimum(start[r] + s, jnp.maximum(stop[r] - 1, start[r])), Q - 1)
 
+    inputs = [q_KRXY, own_R1X, cell_KSC, place_S[None]]
+    in_specs = [
+        pl.BlockSpec((1, 1, tile.X, tile.keys), lambda k, r, s, *_: (k, r, 0, 0)),
+        pl.BlockSpec((1, 1, tile.X), lambda k, r, s, *_: (r, 0, 0)),
+        pl.BlockSpec(
+            (1, tile.cells, tile.width),
+            lambda k, r, s, start, stop, _: (k, of_keys(r, s, start, stop), 0),
+        ),
+        pl.BlockSpec(
+            (1, tile.cells), lambda k, r, s, start, stop, _: (0, of_keys(r, s, start, stop))
+        ),
+    ]
+    outputs = [(tile.X, width), (1, tile.X)]
+    out_shape = [jax.ShapeDtypeStruct((K, R, *block), jnp.float32) for block in outputs]
+    out_specs = [
+        pl.BlockSpec((1, 1, *block), lambda k, r, s, *_: (k, r, 0, 0)) for block in outputs
+    ]
+    scratch = [
+        *(pltpu.VMEM((tile.X, lanes), jnp.float32) for lanes in (LANES, LANES, width)),
+        pltpu.VMEM((tile.X, LANES), jnp.int32),
+    ]
+    blocks = zip([*in_specs, *out_specs], [*inputs, *out_shape], strict=True)
+    need = tile.vmem_bytes(q_TNH.dtype.itemsize)
     out, lse = pl.pallas_call(
         functools.partial(_kernel, tile=tile),
-        out_shape=[
-            jax.ShapeDtypeStruct((K, R, *block), jnp.float32)
-            for block in ((tile.X, width), (1, tile.X))
-        ],
+        out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(K, R, most),
-            in_specs=[
-                pl.BlockSpec((1, 1, tile.X, tile.keys), lambda k, r, s, *_: (k, r, 0, 0)),
-                pl.BlockSpec((1, 1, tile.X), lambda k, r, s, *_: (r, 0, 0)),
-                pl.BlockSpec(
-                    (1, tile.cells, tile.width),
-                    lambda k, r, s, start, stop, _: (k, of_keys(r, s, start, stop), 0),
-                ),
-                pl.BlockSpec(
-                    (1, tile.cells), lambda k, r, s, start, stop, _: (0, of_keys(r, s, start, stop))
-                ),
-            ],
-            out_specs=[
-                pl.BlockSpec((1, 1, *block), lambda k, r, s, *_: (k, r, 0, 0))
-                for block in ((tile.X, width), (1, tile.X))
-            ],
-            scratch_shapes=[
-                *(pltpu.VMEM((tile.X, lanes), jnp.float32) for lanes in (LANES, LANES, width)),
-                pltpu.VMEM((tile.X, LANES), jnp.int32),
-            ],
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=limit(tile.vmem_bytes(q_TNH.dtype.itemsize), backend),
+            vmem_limit_bytes=limit(need, backend, blocks, scratch),
         ),
         # Of all blocks: which are seen is data.
         cost_estimate=pl.CostEstimate(
@@ -158,7 +162,7 @@ def attend(
         ),
         interpret=backend.interpret,
         name="flash_attention",
-    )(start_R, stop_R, settings, q_KRXY, own_R1X, cell_KSC, place_S[None])
+    )(start_R, stop_R, settings, *inputs)
 
     def by_token(x_KRXV):
         x = x_KRXV.reshape(K, R, G, W, -1).transpose(1, 3, 0, 2, 4)

@@ -145,7 +145,6 @@ def declines(x_SD: jax.Array, stack: Stack, backend: Backend) -> str | None:
 def multiply(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array, backend: Backend) -> jax.Array:
     """Returns float32 y_SF. See `grouped_matmul`."""
     tile = tile_of(x_SD, stack, backend)
-    assert backend.interpret or tile.vmem_bytes() <= room(backend), "declined before"
     visits = visits_of(sizes_E, tile.S, tile.rows, aligned=True)
     scalars = [
         stack.layer.astype(jnp.int32).reshape(1),
@@ -164,22 +163,24 @@ def multiply(x_SD: jax.Array, stack: Stack, sizes_E: jax.Array, backend: Backend
         block = (None, None, tile.groups, tile.width)
         in_specs.append(pl.BlockSpec(block, lambda f, v, d, at, e, *_: (at[0], e[v], 0, f)))
         inputs.append(stack.scales_LEGF)
+    out_shape = jax.ShapeDtypeStruct((tile.S, tile.F), jnp.float32)
+    out_specs = pl.BlockSpec((tile.rows, tile.width), lambda f, v, d, at, e, t, *_: (t[v], f))
+    scratch = [pltpu.VMEM((tile.rows, tile.width), jnp.float32)]
+    blocks = [*zip(in_specs, inputs, strict=True), (out_specs, out_shape)]
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile),
-        out_shape=jax.ShapeDtypeStruct((tile.S, tile.F), jnp.float32),
+        out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             # Where no row has an expert, one idle visit: a grid always has a first program.
             grid=(tile.widths, jnp.maximum(visits.total, 1), tile.depths),
             in_specs=in_specs,
-            out_specs=pl.BlockSpec(
-                (tile.rows, tile.width), lambda f, v, d, at, e, t, *_: (t[v], f)
-            ),
-            scratch_shapes=[pltpu.VMEM((tile.rows, tile.width), jnp.float32)],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=limit(tile.vmem_bytes(), backend),
+            vmem_limit_bytes=limit(tile.vmem_bytes(), backend, blocks, scratch),
         ),
         cost_estimate=cost(x_SD, stack, tile.widths),
         interpret=backend.interpret,

@@ -81,19 +81,19 @@ def store(
     """Returns the pages with what is new of each token stored, zeros behind cells."""
     W, C = pages.cells.shape[2:]
     S = strip_cells(pages.cells.dtype)
-    most = limit(vmem_bytes(pages), backend)
+    need = vmem_bytes(pages)
     where = strips(page_T, offset_T, run, S, W)
     cell_TKC = jnp.pad(new.cells, ((0, 0), (0, 0), (0, C - new.cells.shape[-1])))
-    cells = write(pages.cells, by_strip(cell_TKC, where, 2), where, backend, most, lanes=False)
+    cells = write(pages.cells, by_strip(cell_TKC, where, 2), where, backend, need, lanes=False)
     scale_PK2W, bias_PKW = pages.scale_PK2W, pages.bias_PKW
     if scale_PK2W is not None or bias_PKW is not None:
         where = strips(page_T, offset_T, run, W, W)  # a page's are one strip, cells along lanes
     if scale_PK2W is not None and new.scale_PK2W is not None:
         scale_NK2S = by_strip(new.scale_PK2W, where, 3)
-        scale_PK2W = write(scale_PK2W, scale_NK2S, where, backend, most, lanes=True)
+        scale_PK2W = write(scale_PK2W, scale_NK2S, where, backend, need, lanes=True)
     if bias_PKW is not None and new.bias_PKW is not None:
         bias_NKS = by_strip(new.bias_PKW, where, 2)
-        bias_PKW = write(bias_PKW, bias_NKS, where, backend, most, lanes=True)
+        bias_PKW = write(bias_PKW, bias_NKS, where, backend, need, lanes=True)
     return Pages(cells, scale_PK2W, bias_PKW)
 
 
@@ -166,7 +166,7 @@ def whole_programs(token_NS: jax.Array | None, fields: list[jax.Array]) -> Strip
 
 
 def write(
-    pool: jax.Array, new: jax.Array, where: Strips, backend: Backend, most: int, *, lanes: bool
+    pool: jax.Array, new: jax.Array, where: Strips, backend: Backend, need: int, *, lanes: bool
 ) -> jax.Array:
     """Returns `pool` with strips written. Cells lie along `lanes`, or along the axis before."""
     strip = (STRIPS, *new.shape[1:])
@@ -174,6 +174,9 @@ def write(
     axis = new.ndim - (1 if lanes else 2)
     buffer = tuple(cells if a == axis else size for a, size in enumerate(strip))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    spec = pl.BlockSpec(strip, lambda i, *_: (i, *(0,) * (new.ndim - 1)))
+    gates = pltpu.SemaphoreType.DMA((STRIPS,))
+    scratch = [pltpu.VMEM(buffer, pool.dtype), gates, gates]
     scalars = where[1:]
     assert len(scalars) == SCALARS, "as the memory is reckoned"
     return pl.pallas_call(
@@ -182,20 +185,15 @@ def write(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(len(new) // STRIPS,),
-            in_specs=[
-                pl.BlockSpec(strip, lambda i, *_: (i, *(0,) * (new.ndim - 1))),
-                anywhere,
-            ],
+            in_specs=[spec, anywhere],
             out_specs=anywhere,
-            scratch_shapes=[
-                pltpu.VMEM(buffer, pool.dtype),
-                pltpu.SemaphoreType.DMA((STRIPS,)),
-                pltpu.SemaphoreType.DMA((STRIPS,)),
-            ],
+            scratch_shapes=scratch,
         ),
         input_output_aliases={len(scalars) + 1: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=most, has_side_effects=True
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=limit(need, backend, [(spec, new)], scratch),
+            has_side_effects=True,
         ),
         # What is new is read, its strips are read, and written.
         cost_estimate=pl.CostEstimate(

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.backends import Backend
 from pallas_kernels.gpu_tiles import (
@@ -34,6 +33,7 @@ from pallas_kernels.gpu_tiles import (
     along,
     as_numbers,
     cannot_read,
+    compiler_params,
     cut,
     dot,
     index_of,
@@ -266,7 +266,7 @@ def _call(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backend, sha
         in_specs=[pl.no_block_spec] * (len(inputs) + len(zeros)),
         out_specs=[pl.no_block_spec] * len(outputs),
         input_output_aliases={len(inputs): 0} if zeros else {},
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=compiler_params(tile.warps, tile.stages, tile.shared_bytes(), backend),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (H + tile.width),
             transcendentals=pairs,

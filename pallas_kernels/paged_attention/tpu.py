@@ -292,6 +292,8 @@ def _attend_some(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backe
         out_specs = [pl.BlockSpec((1, K, cells), lambda c, r, i, *_: (c * tile.rows + r, 0, 0))]
         sums = []
     scalars = _scalars(rows, window, stripe, tile)
+    blocks = [*zip(specs, inputs, strict=False), *zip(out_specs, out_shape, strict=True)]
+    most = limit(tile.vmem_bytes(), backend, blocks, [*buffers, *sums])
     pairs = B * tile.tiles * tile.queries * N * tile.table * tile.page
     results = pl.pallas_call(
         functools.partial(
@@ -312,7 +314,7 @@ def _attend_some(q_BTNH, pages, rows, window, stripe, tile: Tile, backend: Backe
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=limit(tile.vmem_bytes(), backend),
+            vmem_limit_bytes=most,
         ),
         # Of full tables: what is really there is known to the kernel only.
         cost_estimate=pl.CostEstimate(

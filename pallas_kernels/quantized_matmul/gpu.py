@@ -34,6 +34,7 @@ from pallas_kernels.gpu_tiles import (
     as_numbers,
     both,
     cannot_read,
+    compiler_params,
     dot,
     lacking,
     load,
@@ -163,7 +164,7 @@ def multiply(
         functools.partial(_kernel, tile=tile),
         out_shape=jax.ShapeDtypeStruct((tile.T, tile.F), jnp.float32),
         grid=(tiles, widths),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=compiler_params(tile.warps, tile.stages, tile.shared_bytes(), backend),
         cost_estimate=pl.CostEstimate(
             flops=2 * tile.T * tile.D * tile.F,
             transcendentals=0,

@@ -196,7 +196,6 @@ def multiply(
 ) -> jax.Array:
     """Returns float32 y_TF. See `quantized_matmul`."""
     tile = tile_of(x_TD, weight, activations, backend)
-    assert tile.vmem_bytes() <= room(backend), "declined before"
     rows, width, depth = tile.rows, tile.width, tile.depth
     many = tile.copies * rows
     x_TD = jnp.pad(x_TD, ((0, tile.counts[0] * rows - tile.T), (0, 0)))
@@ -225,16 +224,19 @@ def multiply(
     scratch = [pltpu.VMEM((rows, width), jnp.int32 if whole_sums else jnp.float32)]
     if tile.is_turned_within:
         scratch.append(pltpu.VMEM((tile.groups, width), jnp.float32))
+    out_shape = jax.ShapeDtypeStruct((tile.T, tile.F), jnp.float32)
+    out_specs = pl.BlockSpec((rows, width), lambda t, f, d: (t, f))
+    blocks = [(specs[name], arrays[name]) for name in arrays] + [(out_specs, out_shape)]
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile),
-        out_shape=jax.ShapeDtypeStruct((tile.T, tile.F), jnp.float32),
+        out_shape=out_shape,
         grid=tile.counts,
         in_specs=[specs],
-        out_specs=pl.BlockSpec((rows, width), lambda t, f, d: (t, f)),
+        out_specs=out_specs,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=limit(tile.vmem_bytes(), backend),
+            vmem_limit_bytes=limit(tile.vmem_bytes(), backend, blocks, scratch),
         ),
         cost_estimate=cost(tile),
         interpret=backend.interpret,

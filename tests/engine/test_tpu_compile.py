@@ -186,7 +186,8 @@ def test_programs_compile_for_tpu(name, libtpu, capsys):
     for what, compiled in done.items():
         check_memory(what, compiled, target.hbm_bytes, pool_bytes)
         check_collectives(what, compiled.collectives, case)
-    check_traffic(done, factory, case, pool_bytes)
+    with capsys.disabled():
+        check_traffic(done, factory, case, pool_bytes)
     # What is parked is in the host's memory, one array a page.
     pages = MOVES * factory.cfg.layout.page_bytes
     assert done["park"].host_output_bytes == pages
