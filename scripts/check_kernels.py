@@ -3,13 +3,15 @@
 
     python -m scripts.check_kernels [--chips=v5e,v5p,v6e,h100] [--operations=paged_attention,...]
 
-It prints a table in Markdown: seconds to lower and to compile, and the temporaries beside the
-kernel, in MB of a chip. Exit code 1, with a line for each fault on stderr, when a compiler refuses
-a kernel, a kernel declines a shape, or what is to be written in place is not.
+It prints a table in Markdown: seconds to lower and to compile, the temporaries beside the kernel,
+and of a TPU the vector memory that the compiler gave it; MB of a chip. Exit code 1, with a line for
+each fault on stderr, when a compiler refuses a kernel, a kernel declines a shape or takes more than
+it reckons, or what is to be written in place is not.
 """
 
 import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from engine import aot
 from pallas_kernels.backends import Backend
+from pallas_kernels.tpu_tiles import SPARE_BYTES
 from scripts.command_line import UsageError, run_command, usage_errors
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": None}  # a slice of each
@@ -29,6 +32,9 @@ OPERATIONS = (
     *("quantized_matmul", "grouped_matmul"),
 )
 IN_PLACE = ("kv_write",)  # its first argument is donated
+# In a kernel's call: the vector memory (space 1) that it may take, and how far it took some.
+SCOPED = r'scoped_memory_configs":\[{"memory_space":"1","offset":"(\d+)","size":"(\d+)"}\]'
+VECTOR = re.compile(f'"tpu_custom_call".*"{SCOPED}.*"used_{SCOPED}')
 
 
 def define_flags() -> flags.FlagValues:
@@ -46,7 +52,12 @@ class Compiled(NamedTuple):
 
     seconds: float
     temporary_bytes: int
+    vector_bytes: int | None  # the most of a kernel; None if there are none, or no such memory
     fault: str | None
+
+    def __str__(self) -> str:
+        text = f"{self.seconds:.1f} s, {self.temporary_bytes / 1e6:.0f} MB"
+        return text if self.vector_bytes is None else f"{text}, {self.vector_bytes / 1e6:.1f} MB"
 
 
 def main() -> None:
@@ -67,10 +78,7 @@ def main() -> None:
     faults = []
     for operation in FLAGS.operations:
         for name, found in rows(operation, devices):
-            cells = [
-                f"{one.seconds:.1f} s, {one.temporary_bytes / 1e6:.0f} MB" for one in found.values()
-            ]
-            print_line([operation, name, *cells])
+            print_line([operation, name, *map(str, found.values())])
             faults += [
                 f"{operation}, {name}, {chip}: {one.fault}"
                 for chip, one in found.items()
@@ -117,16 +125,21 @@ def compiled(call: Callable[..., Any], arguments: Any, device: Any, *, donated: 
     try:
         made = jax.jit(local, donate_argnums=0 if donated else ()).lower(*arguments).compile()
     except Exception as error:  # of any of the compilers' own kinds
-        return Compiled(time.monotonic() - begin, 0, str(error).splitlines()[0])
+        return Compiled(time.monotonic() - begin, 0, None, str(error).splitlines()[0])
     seconds, memory, text = time.monotonic() - begin, made.memory_analysis(), made.as_text()
     assert memory is not None and text is not None, "compilers for chips give both"
     fault = None
     if "tpu_custom_call" not in text and "triton" not in text:
         fault = "the kernel declines it"
+    vector = [tuple(map(int, numbers)) for numbers in VECTOR.findall(text)]
+    used = [start + size - offset for offset, _, start, size in vector]
+    for (_, most, *_), one in zip(vector, used, strict=True):
+        if one > most - SPARE_BYTES:
+            fault = f"{one} bytes of vector memory; {most - SPARE_BYTES} are reckoned"
     size = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arguments[0]))
     if donated and memory.alias_size_in_bytes < size:
         fault = f"{memory.alias_size_in_bytes} of {size} bytes are written in place"
-    return Compiled(seconds, memory.temp_size_in_bytes, fault)
+    return Compiled(seconds, memory.temp_size_in_bytes, max(used, default=None), fault)
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:

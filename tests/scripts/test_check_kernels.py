@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compiled for chips that are not there, and what the command says of them."""
 
+import re
 import subprocess
 import sys
 
@@ -29,6 +30,8 @@ def assert_all_compile(operations):
     assert [row[0] for row in rows] == sorted((row[0] for row in rows), key=operations.index)
     assert {row[0] for row in rows} == set(operations)
     assert all(len(row) == 2 + len(CHIPS) and " s, " in row[-1] for row in rows)
+    kernels = [cell for row in rows for cell in row[2:-1]]
+    assert all(re.fullmatch(r"[\d.]+ s, \d+ MB, [\d.]+ MB", cell) for cell in kernels)
 
 
 @pytest.mark.slow
@@ -44,7 +47,10 @@ def test_every_kernel_compiles_for_every_chip():
 
 
 def test_faults_are_named_and_the_exit_code_is_1(monkeypatch, capsys):
-    found = {"v5e": Compiled(0.5, 2_000_000, None), "v6e": Compiled(1.0, 0, "it is too large")}
+    found = {
+        "v5e": Compiled(0.5, 2_000_000, 1_500_000, None),
+        "v6e": Compiled(1.0, 0, None, "it is too large"),
+    }
     monkeypatch.setattr(check_kernels, "FLAGS", check_kernels.define_flags())
     monkeypatch.setattr(check_kernels, "rows", lambda operation, _: iter([("a model", found)]))
     monkeypatch.setattr(check_kernels, "chip_device", lambda chip: None)
@@ -53,7 +59,7 @@ def test_faults_are_named_and_the_exit_code_is_1(monkeypatch, capsys):
         check_kernels.run(["check_kernels", "--chips=v5e,v6e", "--operations=kv_write"])
     out, err = capsys.readouterr()
     assert caught.value.code == 1
-    assert out.splitlines()[-1] == "| kv_write | a model | 0.5 s, 2 MB | 1.0 s, 0 MB |"
+    assert out.splitlines()[-1] == "| kv_write | a model | 0.5 s, 2 MB, 1.5 MB | 1.0 s, 0 MB |"
     assert err == "check_kernels: kv_write, a model, v6e: it is too large\n"
 
 
