@@ -112,8 +112,10 @@ def rows(operation: str, devices: dict[str, Any]) -> Iterator[tuple[str, dict[st
         yield name, found
 
 
-def compiled(call: Callable[..., Any], arguments: Any, device: Any, *, donated: bool) -> Compiled:
-    """Returns what the compiler of a device makes of a call."""
+def lowered(
+    call: Callable[..., Any], arguments: Any, device: Any, *, donated: bool = False
+) -> jax.stages.Lowered:
+    """Returns a call lowered for a device that is not there; its first argument may be donated."""
     mesh = Mesh([device], ("chip",))
     place = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(
@@ -121,9 +123,14 @@ def compiled(call: Callable[..., Any], arguments: Any, device: Any, *, donated: 
     )
     whole = PartitionSpec()
     local = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return jax.jit(local, donate_argnums=0 if donated else ()).lower(*arguments)
+
+
+def compiled(call: Callable[..., Any], arguments: Any, device: Any, *, donated: bool) -> Compiled:
+    """Returns what the compiler of a device makes of a call."""
     begin = time.monotonic()
     try:
-        made = jax.jit(local, donate_argnums=0 if donated else ()).lower(*arguments).compile()
+        made = lowered(call, arguments, device, donated=donated).compile()
     except Exception as error:  # of any of the compilers' own kinds
         return Compiled(time.monotonic() - begin, 0, None, str(error).splitlines()[0])
     seconds, memory, text = time.monotonic() - begin, made.memory_analysis(), made.as_text()

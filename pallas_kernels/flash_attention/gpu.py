@@ -64,11 +64,15 @@ class Tile(NamedTuple):
         return total_width(self.values)
 
     def shared_bytes(self, itemsize: int) -> int:
-        """What a program takes of shared memory; by it sums change hands between threads too."""
+        """What a program takes of shared memory; by it sums change hands between threads too.
+
+        The highest logit and the sum of each query do, beside all the rest.
+        """
         keys = total_width(self.keys)
         lanes = keys + (self.latent is None) * self.width
         sums = 4 * self.X * max(piece.width for piece in self.values)
-        return max(sums, itemsize * (self.stages * self.cells * lanes + self.X * keys))
+        operands = itemsize * (self.stages * self.cells * lanes + self.X * keys)
+        return max(sums, operands) + 2 * 4 * self.X
 
 
 def rule(T: int, G: int, V: int) -> dict[str, int]:
