@@ -220,7 +220,9 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads, kv_heads, ways", [(8, 2, (2, 4, 8)), (8, 1, (8,)), (6, 2, (4,))])
+@pytest.mark.parametrize(
+    "heads, kv_heads, ways", [slow(8, 2, (2, 4, 8)), (8, 1, (8,)), (6, 2, (4,))]
+)
 def test_fewer_kv_heads_than_devices(tmp_path, heads, kv_heads, ways):
     """CASES P-01: KV heads are copied, and count as often in memory; query heads fill up."""
     folder = write_tiny(

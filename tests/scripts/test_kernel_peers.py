@@ -152,7 +152,9 @@ NOT_KERNELS = ("cudnn", "plain matmul", "ragged_dot")  # XLA's own, or what need
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "chip", [pytest.param(chip, marks=[pytest.mark.long] * (chip != "h100")) for chip in CHIPS]
+)
 def test_peers_and_programs_compile_for_chips(chip):
     try:
         aot.compiler_settings()

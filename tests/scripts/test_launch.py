@@ -35,6 +35,10 @@ def some_slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def slow(*case):
+    return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.long])
+
+
 def environment():
     return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
@@ -120,7 +124,7 @@ def generated(folder, source, count, *options):
         some_slow(2, ["--mesh=data=4"]),
         some_slow(4, ["--mesh=data=2,tensor=2", "--decode_steps=4"]),
         some_slow(4, ["--mesh=pipe=2,sequence=2"]),
-        some_slow(4, ["--replicas=2", "--mesh=tensor=4"]),
+        slow(4, ["--replicas=2", "--mesh=tensor=4"]),
     ],
 )
 def test_processes_write_what_one_does(alone, tmp_path, count, options):
@@ -143,7 +147,7 @@ def test_processes_write_what_one_does(alone, tmp_path, count, options):
     assert sum(counts) == len(rows()) and len(counts) == (2 if "--replicas=2" in options else 1)
 
 
-@pytest.mark.parametrize("count, mesh", [(2, "data=2"), some_slow(4, "data=2,tensor=2")])
+@pytest.mark.parametrize("count, mesh", [(2, "data=2"), slow(4, "data=2,tensor=2")])
 def test_requests_that_come_one_by_one_are_served_by_all(tmp_path, count, mesh):
     with LLM(MODEL, **ENGINE) as llm:
         tokens, vectors = run(llm)
