@@ -161,6 +161,7 @@ def test_ids_without_a_tokenizer_entry(own_cache, tmp_path):
 BFLOAT16_MARGIN = 0.05
 
 
+@pytest.mark.slow
 def test_bfloat16_differs_only_between_tokens_that_are_near(own_cache, tiny):
     """CASES N-01: the bound that is published, measured on 64 prompts in any company."""
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_pages": 80}
