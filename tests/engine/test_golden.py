@@ -88,8 +88,13 @@ def test_tiny_engine(tiny_golden, budget):
     assert_tiny_engine(*tiny_golden, budget)
 
 
+SOME = ("llama", "gpt_oss", "deepseek_v3")  # the others are long
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", TINY)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=[pytest.mark.long] * (arch not in SOME)) for arch in TINY]
+)
 def test_tiny_engine_of_interpreted_kernels(arch, own_cache):
     llm = golden(arch, attention_backend="pallas", matmul_backend="pallas")
     assert llm.built.factory.cfg.attention.kind == "tpu"

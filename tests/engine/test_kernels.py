@@ -8,18 +8,12 @@ from engine import build
 from tests.engine.conftest import GOLDEN, greedy, open_on_demand
 
 # Family, mesh. On a mesh of sequences long pieces go round a ring.
-CASES = {
-    ("llama", ""): (),
-    ("gpt_oss", ""): pytest.mark.long,
-    ("deepseek_v3", ""): pytest.mark.long,
-    ("llama", "sequence=2"): pytest.mark.long,
-}
+CASES = [("llama", ""), ("gpt_oss", ""), ("deepseek_v3", ""), ("llama", "sequence=2")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "mesh"), [pytest.param(*case, marks=marks) for case, marks in CASES.items()]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family, mesh", CASES)
 def test_pieces_of_a_prompt_meet_in_a_step(family, mesh, monkeypatch):
     """The second prompt begins behind the first's tokens in a budget of 100: at no whole strip, and
     several pieces of it stand in one step."""

@@ -115,16 +115,13 @@ def test_what_gains_is_moved_and_nothing_else():
     assert [balancer.next(), balancer.next()] == [None, None]
 
 
+SLOW, LONG = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.long]
+WHOLE = {"expert_parallel": True, "num_redundant_experts": 4}
 CASES = [
-    ("mixtral", "expert=4", {"num_redundant_experts": 4}),
-    pytest.param("deepseek_v3", "expert=8", {"num_redundant_experts": 8}, marks=pytest.mark.slow),
-    pytest.param("gpt_oss", "expert=2,tensor=2", {"decode_steps": 2}, marks=pytest.mark.slow),
-    pytest.param(
-        "mixtral",
-        "data=2,tensor=2",
-        {"expert_parallel": True, "num_redundant_experts": 4},
-        marks=pytest.mark.slow,
-    ),
+    pytest.param("mixtral", "expert=4", {"num_redundant_experts": 4}, marks=SLOW),
+    pytest.param("deepseek_v3", "expert=8", {"num_redundant_experts": 8}, marks=LONG),
+    pytest.param("gpt_oss", "expert=2,tensor=2", {"decode_steps": 2}, marks=LONG),
+    pytest.param("mixtral", "data=2,tensor=2", WHOLE, marks=LONG),
 ]
 
 

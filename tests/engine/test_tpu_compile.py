@@ -159,7 +159,10 @@ def test_what_looks_at_pages_outside_of_kernels_is_seen(libtpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] * (n == "llama 8b on one v6e")) for n in CASES],
+)
 def test_programs_compile_for_tpu(name, libtpu, capsys):
     case = CASES[name]
     target = slice_of(case, llama.from_hf(case.config))

@@ -36,7 +36,13 @@ def settings():
 
 # The whole table takes minutes: python -m scripts.check_meshes.
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["llama-3.1-8b v5e:2x4", "sequence=2", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *("llama-3.1-8b v5e:2x4", "sequence=2"),
+        pytest.param("qwen3-30b-a3b", marks=pytest.mark.long),
+    ],
+)
 def test_a_case_is_compiled_and_has_no_fault(run, cases):
     if not settings():
         pytest.skip("libtpu is not installed; make test-slow does that")

@@ -122,7 +122,7 @@ def generated(folder, source, count, *options):
         (2, ["--mesh=tensor=2", "--host_cache_gb=0.01"]),
         (2, ["--replicas=2"]),
         some_slow(2, ["--mesh=data=4"]),
-        some_slow(4, ["--mesh=data=2,tensor=2", "--decode_steps=4"]),
+        slow(4, ["--mesh=data=2,tensor=2", "--decode_steps=4"]),
         some_slow(4, ["--mesh=pipe=2,sequence=2"]),
         slow(4, ["--replicas=2", "--mesh=tensor=4"]),
     ],
