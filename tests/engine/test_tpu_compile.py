@@ -161,7 +161,10 @@ def test_what_looks_at_pages_outside_of_kernels_is_seen(libtpu):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.long] * (n == "llama 8b on one v6e")) for n in CASES],
+    [
+        *("smollm2 on one v5e", "llama 8b on eight v5e"),
+        pytest.param("llama 8b on one v6e", marks=pytest.mark.long),
+    ],
 )
 def test_programs_compile_for_tpu(name, libtpu, capsys):
     case = CASES[name]
