@@ -31,7 +31,7 @@ def thunks(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("smollm2", marks=pytest.mark.long), "llama 8b"])
 def test_a_step_is_one_captured_graph(name, tmp_path):
     """In a process of its own: a compiler for GPUs would be found by all tests that come after."""
     try:

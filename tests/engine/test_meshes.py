@@ -108,7 +108,7 @@ CASES = [
     slow("gpt_oss", "expert=2,tensor=2", {"expert_parallel": True}),
     slow("deepseek_v3", "data=2,tensor=4", {"expert_parallel": True}),
     slow("deepseek_v3", "sequence=4", {}),
-    some_slow("gpt_oss", "sequence=4,tensor=2", {"ring_layout": "zig-zag"}),
+    slow("gpt_oss", "sequence=4,tensor=2", {"ring_layout": "zig-zag"}),
     *(slow("llama", f"sequence={ways}", {}) for ways in (2, 4)),
     ("llama", "sequence=8", {}),
     *(slow("gpt_oss", f"sequence={ways}", {"ring_layout": "contiguous"}) for ways in (2, 4, 8)),

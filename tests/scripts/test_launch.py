@@ -147,7 +147,7 @@ def test_processes_write_what_one_does(alone, tmp_path, count, options):
     assert sum(counts) == len(rows()) and len(counts) == (2 if "--replicas=2" in options else 1)
 
 
-@pytest.mark.parametrize("count, mesh", [some_slow(2, "data=2"), slow(4, "data=2,tensor=2")])
+@pytest.mark.parametrize("count, mesh", [slow(2, "data=2"), slow(4, "data=2,tensor=2")])
 def test_requests_that_come_one_by_one_are_served_by_all(tmp_path, count, mesh):
     with LLM(MODEL, **ENGINE) as llm:
         tokens, vectors = run(llm)
