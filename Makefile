@@ -43,15 +43,19 @@ demo: $(STAMP)
 # Processes that tests run in; a file's tests, which share engines, run in one of them.
 WORKERS ?= 2
 
+# Programs without LLVM's optimizations: half of a run's time would be theirs. The slow tests have
+# them, with the tests marked `optimized`. XLA=: no flags here either.
+XLA ?= --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -m "not slow and not device" --durations=10 \
+	@XLA_FLAGS="$(XLA)" $(BIN)/python -m pytest -q -m "not slow and not device" --durations=10 \
 	  -n $(WORKERS) --dist loadfile
 
 # Without the longest: make test-slow SLOW="slow and not long".
 SLOW ?= slow
 
 test-slow: $(STAMP) $(AOT)
-	@$(BIN)/python -m pytest -q -m "$(SLOW)" --durations=10 -n $(WORKERS)
+	@$(BIN)/python -m pytest -q -m "($(SLOW)) or optimized" --durations=10 -n $(WORKERS)
 
 # The cases of the kernels, each by the kernel of the device at hand: PLATFORMS=tpu,cpu on a TPU.
 PLATFORMS ?= cuda,cpu

@@ -27,6 +27,7 @@ def check_pages(engine):
     assert counts[0]["free"] + taken == pool.capacity
 
 
+@pytest.mark.optimized
 def test_alone_in_company_shuffled_and_chunked_give_the_same(tiny, oracle):
     """CASES N-01: 64 prompts alone, in batches of 2, 8 and 64, shuffled, in chunks of 8.
 
@@ -56,7 +57,7 @@ def test_alone_in_company_shuffled_and_chunked_give_the_same(tiny, oracle):
 def test_static_batches_give_the_tokens_of_continuous_batching(tiny):
     rng = np.random.default_rng(12)
     jobs = [(p, greedy(int(rng.integers(1, 24)))) for p in make_prompts(rng, 24)]
-    seeded = SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
+    seeded = SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)
     jobs += [(p, seeded) for p in make_prompts(rng, 4)]
     continuous = token_ids(run(tiny, engine_on(tiny), jobs))
     for options in ({"budget": 8}, {"budget": 8, "num_pages": 12}):

@@ -41,6 +41,7 @@ def jobs_of(rng, count, **fields):
     ]
 
 
+@pytest.mark.optimized
 def test_deterministic_is_bitwise_in_any_company(pinned):
     jobs = jobs_of(np.random.default_rng(0), 20)
     alone = [bits(run(pinned, engine_on(pinned), [job])[0]) for job in jobs]
@@ -50,6 +51,7 @@ def test_deterministic_is_bitwise_in_any_company(pinned):
         assert [bits(output) for output in outputs] == [alone[i] for i in order]
 
 
+@pytest.mark.optimized
 def test_deterministic_is_bitwise_through_preemption_and_without_overlap(pinned):
     jobs = jobs_of(np.random.default_rng(2), 10)
     alone = [bits(run(pinned, engine_on(pinned), [job])[0]) for job in jobs]
