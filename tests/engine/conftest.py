@@ -41,10 +41,15 @@ TINY_OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "num_pages": 6
 
 
 @pytest.fixture(scope="session")
-def tiny(own_cache, tmp_path_factory) -> LLM:
-    """The TINY llama (F2) with a byte-level tokenizer: 64 rows, 64 tokens a step, context 128."""
-    folder = write_tiny(tmp_path_factory.mktemp("tiny"), tokenizer=byte_tokenizer())
-    return LLM(str(folder), **TINY_OPTIONS)
+def tiny_folder(own_cache, tmp_path_factory) -> pathlib.Path:
+    """The TINY llama (F2) with a byte-level tokenizer."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder) -> LLM:
+    """The TINY llama with 64 rows, 64 tokens a step, context 128."""
+    return LLM(str(tiny_folder), **TINY_OPTIONS)
 
 
 class OnDemand(programs.Executables):

@@ -162,10 +162,10 @@ BFLOAT16_MARGIN = 0.05
 
 
 @pytest.mark.slow
-def test_bfloat16_differs_only_between_tokens_that_are_near(own_cache, tiny):
+def test_bfloat16_differs_only_between_tokens_that_are_near(tiny_folder):
     """CASES N-01: the bound that is published, measured on 64 prompts in any company."""
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_pages": 80}
-    llm = open_on_demand(tiny.config.model, dtype="bfloat16", **options)
+    llm = open_on_demand(tiny_folder, dtype="bfloat16", **options)
     prompts = make_prompts(np.random.default_rng(9), 64, 1, 40)
     jobs = [(prompt, greedy(16, logprobs=2)) for prompt in prompts]
     alone = [run(llm, engine_on(llm), [job])[0].outputs[0] for job in jobs]

@@ -27,6 +27,7 @@ KERNEL = re.compile(r"(?:attention|matmul)\S* grid.* shared_memory: (\d+) bytes"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_shared_memory_is_reckoned():
     """In a process of its own: a compiler for GPUs would be found by all tests that come after."""
     try:

@@ -123,7 +123,7 @@ def generated(folder, source, count, *options):
         (2, ["--replicas=2"]),
         some_slow(2, ["--mesh=data=4"]),
         slow(4, ["--mesh=data=2,tensor=2", "--decode_steps=4"]),
-        some_slow(4, ["--mesh=pipe=2,sequence=2"]),
+        slow(4, ["--mesh=pipe=2,sequence=2"]),
         slow(4, ["--replicas=2", "--mesh=tensor=4"]),
     ],
 )
